@@ -1,0 +1,1 @@
+"""Broadsheet: an embedded journal engine with pluggable network facades."""
