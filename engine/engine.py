@@ -1,0 +1,1062 @@
+"""`Engine`: journals of this process, on a folder or in memory (design.md §2, §3).
+
+    async with Engine.open("data") as engine:
+        await engine.create_journal("examples/events")
+        ...
+
+It puts the parts together and resolves requests; the parts decide and write: `journal.replica` and
+`journal.committer` append, `journal.reading` reads, `fragments.persister` persists, `local_coordinator` keeps the specs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+
+import trio
+
+from broadsheet.engine.coordinator import (
+    Compare,
+    CompareTarget,
+    CoordinatorIdentity,
+    Delete,
+    KeyEvents,
+    KeyValue,
+    Operation,
+    Put,
+)
+from broadsheet.engine.errors import (
+    BroadsheetError,
+    CorruptData,
+    EngineClosed,
+    NotAuthorized,
+    Status,
+    StorageError,
+    ValidationError,
+)
+from broadsheet.engine.fragments.fragment import Fragment
+from broadsheet.engine.fragments.persister import Persister
+from broadsheet.engine.fragments.store import FragmentStore, StoreUnhealthy, open_store
+from broadsheet.engine.handles import Appender, Journal, Reader
+from broadsheet.engine.journal.append_fsm import SetSuspend
+from broadsheet.engine.journal.commit_log import DEFAULT_FILE_BYTES, CommitLog
+from broadsheet.engine.journal.committer import (
+    CHECKPOINT_LOG_BYTES,
+    CHECKPOINT_SPOOL_BYTES,
+    Captured,
+    Committer,
+    Durability,
+)
+from broadsheet.engine.journal.flow_control import FlowControl
+from broadsheet.engine.journal.folder import Folder, Identity, new_identity
+from broadsheet.engine.journal.index import IndexEntry
+from broadsheet.engine.journal.log_format import Buffer as LogBuffer
+from broadsheet.engine.journal.log_format import JournalState
+from broadsheet.engine.journal.reading import EngineReadStream
+from broadsheet.engine.journal.receiving import receive
+from broadsheet.engine.journal.recovery import CoordinatorState, Recovered, recover
+from broadsheet.engine.journal.replica import YOUR_TURN, AppendItem, Replica
+from broadsheet.engine.journal.spec import JournalSpec, Suspend, SuspendLevel
+from broadsheet.engine.journal.spool import CompletedSpool
+from broadsheet.engine.journal.spool_files import SpoolFiles
+from broadsheet.engine.key_value import Change, KeyValueStore, encode_snapshot
+from broadsheet.engine.labels import LabelSelector, LabelSet, SelectorIndex, split_journal_meta
+from broadsheet.engine.local_coordinator import LocalCoordinator
+from broadsheet.engine.runtime import MemoryFiles, RealRuntime, Runtime
+from broadsheet.engine.service import (
+    UNSCOPED,
+    AppendRequest,
+    AppendResponse,
+    ApplyRequest,
+    ApplyResponse,
+    Buffer,
+    Capability,
+    Content,
+    EtcdHeader,
+    FragmentsRequest,
+    FragmentsResponse,
+    FragmentStoreHealthRequest,
+    FragmentStoreHealthResponse,
+    Header,
+    ListedFragment,
+    ListedJournal,
+    ListRequest,
+    ListResponse,
+    ProcessId,
+    ReadRequest,
+    ReadResponse,
+    Route,
+    Scope,
+    SuspendControl,
+    WatchChange,
+)
+
+__all__ = ["Durability", "Engine", "EngineOptions"]
+
+logger = logging.getLogger("broadsheet.engine")
+
+ITEMS = b"/broadsheet/items/"
+SMALL_BODY_BYTES = 1 << 20
+BODY_BUDGET_BYTES = 64 << 20
+STREAM_SLICE_BYTES = 1 << 20
+INLINE_BYTES = 128 << 10
+STORE_RETRY_S = 1.0
+DEFAULT_PAGE_LIMIT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Rates are bytes/s (max_append_rate 0: none). inline_bytes: in mode `fsync`, groups up to this size are written
+    into the commit log itself. The rest bounds the log between checkpoints."""
+
+    min_append_rate: int = 65536
+    max_append_rate: int = 0
+    inline_bytes: int = INLINE_BYTES
+    log_file_bytes: int = DEFAULT_FILE_BYTES
+    checkpoint_log_bytes: int = CHECKPOINT_LOG_BYTES
+    checkpoint_spool_bytes: int = CHECKPOINT_SPOOL_BYTES
+
+
+class _Journal:
+    """A journal that exists. Its replica is made at its first use."""
+
+    __slots__ = ("create_revision", "mod_revision", "replica", "spec", "state")
+
+    def __init__(
+        self, spec: JournalSpec, mod_revision: int, create_revision: int, state: JournalState | None = None
+    ) -> None:
+        self.spec = spec
+        self.mod_revision = mod_revision
+        self.create_revision = create_revision
+        self.state = state
+        self.replica: Replica | None = None
+
+    @property
+    def is_fully_suspended(self) -> bool:
+        suspend = self.spec.suspend
+        return suspend is not None and suspend.level == SuspendLevel.FULL
+
+
+class Engine:
+    """A `JournalService`. Use `open` or `in_memory`, as an async context manager."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        root: str | None,
+        durability: Durability,
+        *,
+        file_root: str | None = None,
+        endpoint: str = "",
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.durability = durability
+        self.options = options or EngineOptions()
+        self.min_append_rate = self.options.min_append_rate
+        self.max_append_rate = self.options.max_append_rate
+        self.inline_limit = self.options.inline_bytes if durability is Durability.FSYNC else 0
+        self._root = root
+        self._file_root = file_root
+        self._endpoint = endpoint
+        self._journals: dict[str, _Journal] = {}
+        self._index = SelectorIndex()
+        self._stores: dict[str, FragmentStore] = {}
+        self._draining = False
+        self._started = False
+        self._body_budget = BODY_BUDGET_BYTES
+        self._release_lock: Callable[[], None] | None = None
+        self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] | None = None
+        self._nursery: trio.Nursery | None = None
+        self._header: Header | None = None
+        self._header_revision = 0
+        self._revision_changed = trio.lowlevel.ParkingLot()
+        self._watch_scopes: set[trio.CancelScope] = set()
+        # Set by _start:
+        self.identity: Identity
+        self.coordinator: LocalCoordinator
+        self.spool_files: SpoolFiles
+        self._committer: Committer
+        self._persister: Persister
+        self._store: KeyValueStore
+        self._log: CommitLog | None = None
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        durability: Durability | str = Durability.FSYNC,
+        file_root: str | None = None,
+        endpoint: str = "",
+        min_append_rate: int = 65536,
+        max_append_rate: int = 0,
+        options: EngineOptions | None = None,
+        runtime: Runtime | None = None,
+    ) -> Engine:
+        """An engine on a folder, made if it is missing; entering it finds everything that was acknowledged.
+
+        durability: `fsync` (an acknowledged append survives a power cut) or `os` (the death of the process).
+        file_root: where `file://` stores begin, by default the folder's own `fragments`.
+        Entering raises `EngineLocked`, `StorageError`, `CorruptData`.
+        """
+        mode = Durability(durability)
+        if mode is Durability.MEMORY:
+            raise ValidationError("a folder cannot have durability memory", context="Engine.open")
+        options = options or EngineOptions(min_append_rate, max_append_rate)
+        root = os.path.abspath(os.fspath(folder))
+        return cls(
+            runtime or RealRuntime(), root, mode, file_root=file_root, endpoint=endpoint, options=options
+        )
+
+    @classmethod
+    def in_memory(
+        cls,
+        *,
+        endpoint: str = "",
+        min_append_rate: int = 65536,
+        max_append_rate: int = 0,
+        options: EngineOptions | None = None,
+        runtime: Runtime | None = None,
+    ) -> Engine:
+        """An engine that leaves nothing behind: files, stores and specs are in memory."""
+        options = options or EngineOptions(min_append_rate, max_append_rate)
+        return cls(
+            runtime or RealRuntime(MemoryFiles()), None, Durability.MEMORY, endpoint=endpoint, options=options
+        )
+
+    # --- Life --------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Engine:
+        if self._started:
+            raise EngineClosed("an Engine is entered once", hint="open another one")
+        self._started = True
+        manager = trio.open_nursery()
+        nursery = await manager.__aenter__()
+        try:
+            await self._start()
+        except BaseException as error:
+            if self._release_lock is not None:
+                self._release_lock()
+            await _exit_nursery(manager, nursery, error)
+            raise
+        nursery.start_soon(self._committer.run)
+        nursery.start_soon(self._persister.run)
+        nursery.start_soon(self.coordinator.run)
+        self._nursery_manager, self._nursery = manager, nursery
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        assert self._nursery_manager is not None and self._nursery is not None
+        try:
+            with trio.CancelScope(shield=True):
+                await self._stop()
+        finally:
+            try:
+                swallowed = await _exit_nursery(self._nursery_manager, self._nursery, error)
+            finally:
+                self.spool_files.close()
+                if self._log is not None:
+                    self._log.close()
+                if self._release_lock is not None:
+                    self._release_lock()
+        return swallowed
+
+    async def _start(self) -> None:
+        runtime = self.runtime
+        if self._root is None:
+            self.identity = new_identity(runtime)
+            for path in ("/spools", "/fragments"):
+                runtime.files.make_dirs(path)
+            self._file_root = "/fragments"
+            store = KeyValueStore()
+            self.spool_files = SpoolFiles(runtime, "/spools", 1)
+            self._committer = self._make_committer(None)
+        else:
+            folder = Folder(runtime, self._root)
+            store = await self._recover(folder)
+        self._persister = Persister(runtime)
+        self.coordinator = LocalCoordinator(
+            store,
+            CoordinatorIdentity(self.identity.cluster_id, self.identity.member_id),
+            runtime.clock,
+            self._committer.persist,
+        )
+        self.coordinator.on_change = self._on_change
+        for journal in self._journals.values():
+            if journal.state is not None and journal.state.completed:
+                self._replica(journal)  # its spools are to be persisted
+
+    async def _recover(self, folder: Folder) -> KeyValueStore:
+        runtime, options = self.runtime, self.options
+        if self._file_root is None:
+            self._file_root = folder.fragments
+        state = _RecoveringCoordinator()
+
+        def work() -> Recovered:
+            self._release_lock = folder.prepare()
+            self.identity = folder.identity()
+            return recover(runtime, folder, CoordinatorState(state.restore, state.apply))
+
+        try:
+            recovered = await runtime.threads.run(work)
+        except OSError as error:
+            raise StorageError(f"cannot open {folder.root}: {error}", hint="see to the disk, then try again") from error
+        self.spool_files = SpoolFiles(runtime, folder.spools, recovered.next_spool_id)
+        self._log = CommitLog(
+            runtime,
+            folder.log,
+            self.identity.cluster_id,
+            file_bytes=options.log_file_bytes,
+            durable=self.durability is Durability.FSYNC,
+        )
+        self._committer = self._make_committer(folder)
+        self._committer.adopt_snapshots(recovered.old_snapshots)
+        self._log.adopt([(base, path) for base, path in recovered.log_files if base != recovered.position])
+
+        live: list[tuple[str, JournalSpec]] = []
+        for item in state.store.range(ITEMS).items:
+            journal = _decode_item(item)
+            self._journals[journal.spec.name] = journal
+            live.append((journal.spec.name, journal.spec))
+        self._index.add_many((name, spec.labels) for name, spec in live)
+        for path in recovered.quarantined:
+            logger.warning("the end of the commit log could not be read; kept aside: %s", path)
+        for spool_id in recovered.rewritten:
+            self.spool_files.note_written(spool_id, 0)
+        for name, journal_state in recovered.journals.items():
+            found = self._journals.get(name)
+            if found is not None and found.create_revision == journal_state.create_revision:
+                found.state = journal_state
+            else:  # committed beside the journal's deletion, in one round
+                for spool in (journal_state.open, *journal_state.completed):
+                    if spool.spool_id:
+                        self.spool_files.retire(spool.spool_id)
+        try:
+            self._log.begin(recovered.position, recovered.proven)
+            self._store = state.store
+            if recovered.needs_checkpoint:
+                await self._committer.checkpoint()
+            self.spool_files.adopt_spares(recovered.unused_spools)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {folder.root}: {error}", hint="make room or mend the disk, then try again"
+            ) from error
+        return state.store
+
+    def _make_committer(self, folder: Folder | None) -> Committer:
+        return Committer(
+            self.runtime,
+            self.durability,
+            folder,
+            self._log,
+            self.spool_files,
+            self.identity.cluster_id,
+            self._capture,
+            checkpoint_log_bytes=self.options.checkpoint_log_bytes,
+            checkpoint_spool_bytes=self.options.checkpoint_spool_bytes,
+        )
+
+    def _capture(self) -> Captured:
+        snapshot = self._store.snapshot()
+        states = []
+        for journal in self._journals.values():
+            state = journal.replica.state() if journal.replica is not None else journal.state
+            if state is not None:
+                states.append(state)
+        return Captured(lambda: encode_snapshot(snapshot), states)
+
+    async def drain(self) -> None:
+        """Begin to close: new requests are refused with `EngineClosed`, blocked reads and watches end cleanly,
+        appends that are under way complete."""
+        self._draining = True
+        for journal in self._journals.values():
+            if journal.replica is not None:
+                journal.replica.changed.unpark_all()
+        self._revision_changed.unpark_all()
+        for scope in self._watch_scopes:
+            scope.cancel()
+        await trio.lowlevel.checkpoint()
+
+    async def _stop(self) -> None:
+        await self.drain()
+        closed = EngineClosed("the engine was closed before this append was complete")
+        for journal in self._journals.values():
+            if journal.replica is not None:
+                journal.replica.close_writes(closed)
+        await self._committer.settle()
+        for journal in self._journals.values():
+            if journal.replica is not None:
+                journal.replica.close(closed)
+        if self._log is not None and self._committer.failure is None and self._committer.is_checkpoint_due:
+            try:
+                await self._committer.checkpoint()
+            except (OSError, BroadsheetError) as error:
+                # Nothing depends on it: the next open reads the log instead.
+                logger.warning("no checkpoint at close: %s", error)
+        self._committer.close()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def process_id(self) -> ProcessId:
+        return self.identity.process_id
+
+    def advertise(self, endpoint: str) -> None:
+        """The URL under which clients reach this engine's facade: routes name it."""
+        self._endpoint = endpoint
+        self._header = None
+        for journal in self._journals.values():
+            if journal.replica is not None:
+                journal.replica.header_cache = None
+
+    def ready_problem(self) -> str | None:
+        """Why the engine cannot do all of its work, None if it can."""
+        if self._draining:
+            return "the engine is closing"
+        if self._committer.failure is not None:
+            return str(self._committer.failure)
+        return self._committer.checkpoint_error or self._persister.last_error or None
+
+    # --- Handles -----------------------------------------------------------------------------------------
+
+    async def create_journal(self, name: str, spec: JournalSpec | None = None) -> Journal:
+        """Create a journal unless it exists (then it stays as it is), and return its handle.
+
+        spec: all but the name; by default one replica, no store, 64 MiB fragments."""
+        return await Journal.create(self, name, spec)
+
+    def journal(self, name: str) -> Journal:
+        return Journal(self, name)
+
+    def reader(self, name: str, offset: int = 0, *, block: bool = True) -> Reader:
+        return Reader(self, name, offset, block=block)
+
+    def appender(self, name: str) -> Appender:
+        return Appender(self, name)
+
+    # --- Append ------------------------------------------------------------------------------------------
+
+    async def append(
+        self, request: AppendRequest, content: Content = b"", scope: Scope = UNSCOPED
+    ) -> AppendResponse:
+        journal = self._journals.get(request.journal)
+        replica: Replica
+        if (
+            journal is not None
+            and journal.replica is not None
+            and scope is UNSCOPED
+            and not self._draining
+            and journal.replica.index.refreshed
+            and journal.spec.suspend is None
+        ):
+            replica = journal.replica  # the name is that of a journal, so it is valid
+            if request.offset is not None or request.check_registers or request.union_registers:
+                request.validate()
+        else:
+            request.validate()
+            resolved = await self._resolve_append(request, scope)
+            if isinstance(resolved, AppendResponse):
+                return resolved
+            replica = resolved
+        if scope.deadline is not None:
+            # The deadline bounds the waits; it must not leave an outcome unknown that is known a moment later.
+            with trio.move_on_at(scope.deadline) as cancel_scope:
+                return await self._append(replica, request, content, scope)
+            assert cancel_scope.cancelled_caught
+            raise NotAuthorized("the request's deadline passed before it was done", journal=request.journal)
+        return await self._append(replica, request, content, scope)
+
+    async def _append(
+        self, replica: Replica, request: AppendRequest, content: Content, scope: Scope
+    ) -> AppendResponse:
+        throttled = replica.spec.max_append_rate > 0
+        if isinstance(content, bytes | bytearray | memoryview):
+            if len(content) <= SMALL_BODY_BYTES and not throttled:
+                return await self._append_whole(replica, request, bytes(content), scope)
+            view = memoryview(content).cast("B")
+            slices: list[Buffer] = [
+                view[at : at + STREAM_SLICE_BYTES] for at in range(0, len(view), STREAM_SLICE_BYTES)
+            ]
+            return await self._append_stream(replica, request, slices, None, scope)
+
+        iterator = aiter(content)
+        try:
+            if throttled:
+                return await self._append_stream(replica, request, [], iterator, scope)
+            received: list[Buffer] = []
+            length = 0
+            reserved = 0
+            try:
+                flow = FlowControl(self.min_append_rate)
+                flow.start(0, self.runtime.clock.now_ns() // 1_000_000)
+                async with aclosing(receive(iterator, flow, self.runtime)) as chunks:  # type: ignore[type-var]
+                    async for chunk in chunks:
+                        received.append(bytes(chunk))
+                        length += len(chunk)
+                        if length > SMALL_BODY_BYTES or self._body_budget < len(chunk):
+                            break
+                        self._body_budget -= len(chunk)
+                        reserved += len(chunk)
+                    else:
+                        return await self._append_whole(replica, request, b"".join(received), scope)
+                return await self._append_stream(replica, request, received, iterator, scope)
+            finally:
+                self._body_budget += reserved
+        finally:
+            close = getattr(iterator, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _append_whole(
+        self, replica: Replica, request: AppendRequest, content: bytes, scope: Scope
+    ) -> AppendResponse:
+        item = AppendItem(request, content)
+        while True:
+            replica.enqueue(item)
+            outcome = await item.wait(replica.abandon)
+            if type(outcome) is AppendResponse:
+                return outcome
+            if isinstance(outcome, BroadsheetError):
+                raise outcome
+            assert isinstance(outcome, SetSuspend)
+            changed = await self._suspend_holding(replica, item, outcome, scope)
+            if isinstance(changed, AppendResponse):
+                return changed
+            replica = changed
+            item = AppendItem(request, content)
+
+    async def _append_stream(
+        self,
+        replica: Replica,
+        request: AppendRequest,
+        first: Sequence[Buffer],
+        rest: AsyncIterator[Buffer] | None,
+        scope: Scope,
+    ) -> AppendResponse:
+        while True:
+            item = AppendItem(request, b"", held=True)
+            replica.enqueue(item)
+            outcome = await item.wait(replica.abandon)
+            if outcome is YOUR_TURN:
+                outcome = await replica.stream(item, first, rest)
+            if isinstance(outcome, AppendResponse):
+                return outcome
+            if isinstance(outcome, BroadsheetError):
+                raise outcome
+            assert isinstance(outcome, SetSuspend)
+            changed = await self._suspend_holding(replica, item, outcome, scope)
+            if isinstance(changed, AppendResponse):
+                return changed
+            replica = changed
+
+    async def _suspend_holding(
+        self, replica: Replica, item: AppendItem, decision: SetSuspend, scope: Scope
+    ) -> Replica | AppendResponse:
+        """Change the journal's suspension while holding it, then find it again."""
+        try:
+            await self._set_suspend(replica.name, decision.level, decision.offset)
+        finally:
+            replica.let_go(item)
+        return await self._resolve_append(item.request, scope)
+
+    async def _resolve_append(self, request: AppendRequest, scope: Scope) -> Replica | AppendResponse:
+        journal = await self._resolve(request.journal, scope, Capability.APPEND)
+        if journal is None:
+            return AppendResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+        if journal.is_fully_suspended:
+            if request.suspend != SuspendControl.RESUME:
+                return AppendResponse(Status.SUSPENDED, self._unrouted_header())
+            suspend = journal.spec.suspend
+            assert suspend is not None
+            await self._set_suspend(journal.spec.name, SuspendLevel.NONE, suspend.offset)
+            found = self._journals.get(journal.spec.name)
+            if found is None:
+                return AppendResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+            journal = found
+        replica = self._replica(journal)
+        await self._refresh(replica)
+        if replica.store_error:
+            return AppendResponse(
+                Status.FRAGMENT_STORE_UNHEALTHY,
+                self.header(replica),
+                store_health_error=replica.store_error,
+            )
+        return replica
+
+    async def _set_suspend(self, name: str, level: SuspendLevel, offset: int) -> None:
+        """Compare-and-set the spec's suspension. A raced change is left as it is: the append decides anew."""
+        journal = self._journals.get(name)
+        if journal is None:
+            return
+        spec = replace(journal.spec, suspend=Suspend(level, offset))
+        await self.coordinator.transact(
+            (Compare(_item_key(name), CompareTarget.MOD_REVISION, journal.mod_revision),),
+            (Put(_item_key(name), _encode_spec(spec)),),
+        )
+
+    # --- Read --------------------------------------------------------------------------------------------
+
+    def read(self, request: ReadRequest, scope: Scope = UNSCOPED) -> EngineReadStream:
+        request.validate()
+        return EngineReadStream(self, request, scope)
+
+    async def resolve_read(self, request: ReadRequest, scope: Scope) -> Replica | ReadResponse:
+        journal = await self._resolve(request.journal, scope, Capability.READ)
+        if journal is None:
+            return ReadResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+        if journal.is_fully_suspended:
+            return ReadResponse(Status.SUSPENDED, self._unrouted_header())
+        replica = self._replica(journal)
+        if not journal.spec.may_read:
+            return ReadResponse(Status.NOT_ALLOWED, self.header(replica))
+        await self._refresh(replica)
+        return replica
+
+    # --- List, watch, apply ------------------------------------------------------------------------------
+
+    async def list(self, request: ListRequest, scope: Scope = UNSCOPED) -> ListResponse:
+        request.validate()
+        await self._admit(scope, Capability.LIST)
+        names = self._select(request.selector, scope)
+        route = self._route()
+        listed = []
+        for number, name in enumerate(names):
+            listed.append(self._listed(self._journals[name], route))
+            if number % 4096 == 4095:
+                await trio.lowlevel.checkpoint()
+                if len(self._journals) < len(names):
+                    break
+        return ListResponse(Status.OK, self._unrouted_header(), tuple(listed))
+
+    @asynccontextmanager
+    async def watch(
+        self, request: ListRequest, scope: Scope = UNSCOPED, *, resume_revision: int = 0
+    ) -> AsyncIterator[_EngineWatch]:
+        request.validate()
+        await self._admit(scope, Capability.LIST)
+        async with self.coordinator.watch(ITEMS, max(resume_revision, self.coordinator.revision)) as events:
+            yield _EngineWatch(self, request.selector, scope, aiter(events), resume_revision)
+
+    def _select(self, selector: LabelSelector, scope: Scope) -> Sequence[str]:
+        names = self._index.select(selector)
+        if scope.claims is not None:
+            allowed = scope.claims.selector.with_prefix_rewritten()
+            names = [name for name in names if allowed.matches(self._labels(self._journals[name].spec))]
+        return names
+
+    @staticmethod
+    def _labels(spec: JournalSpec) -> LabelSet:
+        return spec.labels.with_name_label(spec.name)
+
+    def _listed(self, journal: _Journal, route: Route) -> ListedJournal:
+        return ListedJournal(
+            journal.spec,
+            journal.mod_revision,
+            Route() if journal.is_fully_suspended else route,
+            journal.create_revision,
+        )
+
+    async def apply(self, request: ApplyRequest, scope: Scope = UNSCOPED) -> ApplyResponse:
+        request.validate()
+        await self._admit(scope, Capability.APPLY)
+        compares: list[Compare] = []
+        operations: list[Operation] = []
+        names: list[tuple[str, int]] = []
+        for change in request.changes:
+            name = change.upsert.name if change.upsert is not None else change.delete
+            key = _item_key(name)
+            if scope.claims is not None:
+                labels = self._labels(change.upsert if change.upsert is not None else JournalSpec(name))
+                if not scope.claims.selector.matches(labels):
+                    raise NotAuthorized(f"not authorized to {name}", journal=name)
+            if change.expect_mod_revision != -1:
+                compares.append(Compare(key, CompareTarget.MOD_REVISION, change.expect_mod_revision))
+            if change.upsert is not None:
+                operations.append(Put(key, _encode_spec(change.upsert)))
+            else:
+                operations.append(Delete(key))
+            names.append((name, change.expect_mod_revision))
+        result = await self.coordinator.transact(tuple(compares), tuple(operations))
+        if not result.succeeded:
+            conflicts = tuple(name for name, expected in names if expected != -1 and self._revision_of(name) != expected)
+            return ApplyResponse(Status.ETCD_TRANSACTION_FAILED, self._unrouted_header(), conflicts)
+        return ApplyResponse(Status.OK, self._unrouted_header())
+
+    def _revision_of(self, name: str) -> int:
+        journal = self._journals.get(name)
+        return journal.mod_revision if journal is not None else 0
+
+    def _on_change(self, change: Change) -> None:
+        """The coordinator's keys have changed: follow."""
+        retry = False
+        for key in change.deletes:
+            if key.startswith(ITEMS):
+                self._remove(key[len(ITEMS) :].decode())
+        for item in change.puts:
+            if not item.key.startswith(ITEMS):
+                continue
+            new = _decode_item(item)
+            name = new.spec.name
+            old = self._journals.get(name)
+            if old is not None and old.create_revision != new.create_revision:
+                self._remove(name)
+                old = None
+            if old is None:
+                self._journals[name] = new
+                self._index.add(name, new.spec.labels)
+                continue
+            if old.spec.labels != new.spec.labels:
+                self._index.add(name, new.spec.labels)
+            if old.spec.fragment != new.spec.fragment:
+                retry = True
+            stores_changed = old.spec.fragment.stores != new.spec.fragment.stores
+            old.spec, old.mod_revision = new.spec, new.mod_revision
+            if old.replica is not None:
+                old.replica.spec = new.spec
+                if stores_changed:
+                    old.replica.index.refreshed = False
+        if retry:
+            self._persister.retry_now()
+        if self._revision_changed:
+            self._revision_changed.unpark_all()
+
+    def _remove(self, name: str) -> None:
+        journal = self._journals.pop(name, None)
+        if journal is None:
+            return
+        self._index.discard(name)
+        if journal.replica is None and journal.state is not None:
+            journal.replica = Replica(self, journal.spec, journal.create_revision, journal.state)
+        if journal.replica is not None:
+            journal.replica.close(
+                StorageError(f"{name} was deleted", journal=name, hint="create it, then append again"),
+                deleted=True,
+            )
+
+    # --- Fragments ---------------------------------------------------------------------------------------
+
+    async def fragments(self, request: FragmentsRequest, scope: Scope = UNSCOPED) -> FragmentsResponse:
+        request.validate()
+        journal = await self._resolve(request.journal, scope, Capability.READ)
+        if journal is None:
+            return FragmentsResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+        if journal.is_fully_suspended:
+            return FragmentsResponse(Status.SUSPENDED, self._unrouted_header())
+        replica = self._replica(journal)
+        if not journal.spec.may_read:
+            return FragmentsResponse(Status.NOT_ALLOWED, self.header(replica))
+        await self._refresh(replica)
+        limit = request.page_limit or DEFAULT_PAGE_LIMIT
+        index = replica.index
+        found: list[ListedFragment] = []
+        next_page_token = 0
+        for position in range(index.from_begin(request.next_page_token), len(index)):
+            fragment = index[position].fragment
+            if fragment.mod_time and fragment.mod_time < request.begin_mod_time:
+                continue
+            if request.end_mod_time and not 0 < fragment.mod_time <= request.end_mod_time:
+                continue
+            if len(found) == limit:
+                next_page_token = fragment.begin
+                break
+            url = ""
+            if request.signature_ttl_s is not None and fragment.backing_store:
+                url = self.store(fragment.backing_store).url_of(fragment)
+            found.append(ListedFragment(fragment, url))
+        return FragmentsResponse(Status.OK, self.header(replica), tuple(found), next_page_token)
+
+    async def store_health(
+        self, request: FragmentStoreHealthRequest, scope: Scope = UNSCOPED
+    ) -> FragmentStoreHealthResponse:
+        await self._admit(scope, Capability.READ)
+        try:
+            store = self.store(request.fragment_store)
+            await self.runtime.threads.run(store.check)
+        except StoreUnhealthy as error:
+            return FragmentStoreHealthResponse(
+                Status.FRAGMENT_STORE_UNHEALTHY, self._unrouted_header(), error.text
+            )
+        return FragmentStoreHealthResponse(Status.OK, self._unrouted_header())
+
+    def store(self, url: str) -> FragmentStore:
+        """Raises `StoreUnhealthy`."""
+        store = self._stores.get(url)
+        if store is None:
+            assert self._file_root is not None
+            store = self._stores[url] = open_store(
+                url, self.runtime.files, self._file_root, self.runtime.random
+            )
+        return store
+
+    async def _refresh(self, replica: Replica) -> None:
+        """The gate that a journal's first use passes: its stores were listed once."""
+        while not replica.index.refreshed:
+            if replica.refreshing is not None:
+                await replica.refreshing.wait()
+                if replica.store_error:
+                    return
+                continue
+            replica.refreshing = trio.Event()
+            try:
+                await self._list_stores(replica)
+            finally:
+                replica.refreshing.set()
+                replica.refreshing = None
+            if replica.store_error:
+                return
+
+    async def _list_stores(self, replica: Replica) -> None:
+        replica.store_error = ""
+        url = ""
+        found: list[Fragment] = []
+        try:
+            for url in replica.spec.fragment.stores:
+                store = self.store(url)
+                found += await self.runtime.threads.run(partial(self._list_store, store, replica.name))
+        except (StoreUnhealthy, OSError) as error:
+            text = error.text if isinstance(error, StoreUnhealthy) else str(error)
+            replica.store_error = f"fragment store {url} unhealthy: {text}"
+            logger.warning("%s: %s", replica.name, replica.store_error)
+            return
+        replica.refreshed(found)
+
+    @staticmethod
+    def _list_store(store: FragmentStore, journal: str) -> list[Fragment]:
+        store.check()
+        return store.list(journal)
+
+    # --- What replicas ask of their host -----------------------------------------------------------------
+
+    def wake(self, replica: Replica) -> None:
+        self._committer.wake(replica)
+
+    def note(self, payload: Sequence[LogBuffer]) -> None:
+        self._committer.note(payload)
+
+    def completed(self, replica: Replica, entry: IndexEntry, spool: CompletedSpool) -> None:
+        self._persister.submit(_PersistSpool(self, replica, entry, spool.fragment))
+
+    def header(self, replica: Replica) -> Header:
+        revision = self.coordinator.revision
+        header = replica.header_cache
+        if header is None or header.etcd.revision != revision:
+            header = replica.header_cache = Header(self.process_id, self._route(), self._etcd_header())
+        return header
+
+    def _route(self) -> Route:
+        endpoints = (self._endpoint,) if self._endpoint else ()
+        return Route((self.process_id,), 0, endpoints)
+
+    def _etcd_header(self) -> EtcdHeader:
+        identity = self.coordinator.identity
+        return EtcdHeader(
+            identity.cluster_id, identity.member_id, self.coordinator.revision, identity.raft_term
+        )
+
+    def _unrouted_header(self) -> Header:
+        return Header(self.process_id, Route(), self._etcd_header())
+
+    # --- Resolution --------------------------------------------------------------------------------------
+
+    async def _admit(self, scope: Scope, capability: Capability) -> None:
+        await trio.lowlevel.checkpoint()
+        if scope.claims is not None and capability not in scope.claims.capability:
+            raise NotAuthorized(f"authorization is missing required {capability.name} capability")
+        if scope.proxied_header is not None:
+            theirs, ours = scope.proxied_header.etcd.cluster_id, self.identity.cluster_id
+            if theirs != ours:
+                raise ValidationError(f"request Etcd ClusterId doesn't match our own ({theirs} vs {ours})")
+        revision = scope.min_revision
+        if scope.proxied_header is not None:
+            revision = max(revision, scope.proxied_header.etcd.revision)
+        while self.coordinator.revision < revision and not self._draining:
+            await self._revision_changed.park()
+        if self._draining:
+            raise EngineClosed("the engine is closing")
+
+    async def _resolve(self, name: str, scope: Scope, capability: Capability) -> _Journal | None:
+        await self._admit(scope, capability)
+        name, _ = split_journal_meta(name)
+        journal = self._journals.get(name)
+        if journal is None:
+            return None
+        if scope.claims is not None and not scope.claims.selector.matches(self._labels(journal.spec)):
+            return None
+        return journal
+
+    def _replica(self, journal: _Journal) -> Replica:
+        replica = journal.replica
+        if replica is None:
+            replica = journal.replica = Replica(
+                self, journal.spec, journal.create_revision, journal.state
+            )
+            journal.state = None
+            replica.resume_persisting()
+        return replica
+
+
+class _EngineWatch:
+    """A `WatchStream` over the coordinator's events: only what the selector and the claims show."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        selector: LabelSelector,
+        scope: Scope,
+        events: AsyncIterator[KeyEvents],
+        resume_revision: int,
+    ) -> None:
+        self._engine = engine
+        self._selector = selector.with_prefix_rewritten()
+        self._scope = scope
+        self._events = events
+        self._resume_revision = resume_revision
+        self._shown: set[str] | None = None
+
+    def __aiter__(self) -> _EngineWatch:
+        return self
+
+    async def __anext__(self) -> WatchChange:
+        engine = self._engine
+        if self._shown is None:
+            await trio.lowlevel.checkpoint()
+            names = engine._select(self._selector, self._scope)
+            self._shown = set(names)
+            route = engine._route()
+            journals = [engine._journals[name] for name in names]
+            if self._resume_revision:
+                journals = [it for it in journals if it.mod_revision > self._resume_revision]
+            if not self._resume_revision or journals:
+                listed = tuple(engine._listed(it, route) for it in journals)
+                return WatchChange(engine._unrouted_header(), listed)
+        while True:
+            events = await self._next_events()
+            if events is None:
+                raise StopAsyncIteration
+            upserted, deleted = [], []
+            route = engine._route()
+            for key in events.deleted:
+                name = key[len(ITEMS) :].decode()
+                if name in self._shown:
+                    self._shown.discard(name)
+                    deleted.append(name)
+            for item in events.put:
+                journal = _decode_item(item)
+                name = journal.spec.name
+                if self._is_shown(journal.spec):
+                    self._shown.add(name)
+                    upserted.append(engine._listed(journal, route))
+                elif name in self._shown:
+                    self._shown.discard(name)
+                    deleted.append(name)
+            if upserted or deleted:
+                upserted.sort(key=lambda it: it.spec.name)
+                return WatchChange(engine._unrouted_header(), tuple(upserted), tuple(sorted(deleted)))
+
+    async def _next_events(self) -> KeyEvents | None:
+        """None at the end: the engine is closing, or the scope's deadline passed."""
+        if self._engine.is_draining:
+            return None
+        with trio.CancelScope(deadline=self._scope.deadline or float("inf")) as cancel_scope:
+            self._engine._watch_scopes.add(cancel_scope)
+            try:
+                return await anext(self._events)
+            finally:
+                self._engine._watch_scopes.discard(cancel_scope)
+        return None
+
+    def _is_shown(self, spec: JournalSpec) -> bool:
+        labels = spec.labels.with_name_label(spec.name)
+        claims = self._scope.claims
+        return self._selector.matches(labels) and (
+            claims is None or claims.selector.with_prefix_rewritten().matches(labels)
+        )
+
+
+class _PersistSpool:
+    """A `PersistTask` for one completed spool of a replica."""
+
+    __slots__ = ("_engine", "_entry", "_replica", "fragment", "spool_path")
+
+    def __init__(self, engine: Engine, replica: Replica, entry: IndexEntry, fragment: Fragment) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._entry = entry
+        self.fragment = fragment
+        self.spool_path = engine.spool_files.path(entry.spool_id)
+
+    def store(self) -> FragmentStore | None:
+        spec = self._replica.spec.fragment
+        if not spec.stores:
+            return None
+        if spec.path_postfix_template:
+            raise StoreUnhealthy(
+                "path_postfix_template is not evaluated yet", hint="the fragment is kept as a spool until it is"
+            )
+        return self._engine.store(spec.stores[0])
+
+    def is_wanted(self) -> bool:
+        return not self._replica.closed and not self._entry.released
+
+    def done(self, fragment: Fragment) -> None:
+        self._replica.persisted(self._entry, fragment)
+
+
+class _RecoveringCoordinator:
+    """The coordinator's state while recovery plays the log back."""
+
+    def __init__(self) -> None:
+        self.store = KeyValueStore()
+
+    def restore(self, chunks: Iterable[bytes]) -> None:
+        self.store = KeyValueStore.restore(chunks)
+
+    def apply(self, data: bytes) -> Iterable[str]:
+        change = Change.decode(data)
+        self.store.apply(change)
+        return [key[len(ITEMS) :].decode() for key in change.deletes if key.startswith(ITEMS)]
+
+
+def _item_key(name: str) -> bytes:
+    return ITEMS + name.encode()
+
+
+def _encode_spec(spec: JournalSpec) -> bytes:
+    return json.dumps(spec.to_json(), separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _decode_item(item: KeyValue) -> _Journal:
+    try:
+        spec = JournalSpec.from_json(json.loads(item.value))
+    except (ValueError, ValidationError) as error:
+        raise CorruptData(
+            f"the spec under {item.key!r} cannot be read: {error}", path="the coordinator's keys"
+        ) from error
+    return _Journal(spec, item.mod_revision, item.create_revision)
+
+
+async def _exit_nursery(
+    manager: AbstractAsyncContextManager[trio.Nursery], nursery: trio.Nursery, error: BaseException | None
+) -> bool:
+    """Leave a nursery that was entered by hand. An error of the body comes out as it went in, not in a group."""
+    nursery.cancel_scope.cancel()
+    try:
+        return bool(await manager.__aexit__(type(error) if error else None, error, error.__traceback__ if error else None))
+    except BaseExceptionGroup as group:
+        if error is not None and len(group.exceptions) == 1 and group.exceptions[0] is error:
+            return False
+        raise

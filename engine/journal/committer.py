@@ -1,0 +1,408 @@
+"""The committer: the one writer of an engine's commit log, and what makes appends durable (design.md §6).
+
+* Mode `fsync`: rounds. Each takes a group of every journal that has one and all waiting coordinator changes, writes
+  them as one, and syncs once. What arrives meanwhile forms the next round.
+* Mode `os`: each group is written to the log as soon as it is sealed, in the caller's turn: that is all that
+  surviving kill -9 takes.
+* Mode `memory`: no log.
+
+**Checkpoints** bound the log. Between two groups the state of every journal and of the coordinator is captured (a
+few references) and the log goes on in a new file; then, in a thread, the spools written since are synced and the
+state is written to a snapshot. Only when that is durable are older log files and retired spools free for reuse.
+
+A log write or sync that fails other than for lack of space ends all writing: what is durable is no longer known, and
+is found out at the next open. A full disk fails the appends of that round, and no more.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from broadsheet.engine.errors import (
+    BroadsheetError,
+    EngineWritesFailed,
+    OutcomeUnknown,
+    StorageError,
+)
+from broadsheet.engine.journal.commit_log import CommitLog, LogBroken
+from broadsheet.engine.journal.folder import Folder
+from broadsheet.engine.journal.log_format import Buffer, CoordinatorRecord, JournalState, encode_snapshot
+from broadsheet.engine.journal.recovery import snapshot_name
+from broadsheet.engine.journal.replica import Replica, SealedGroup
+from broadsheet.engine.journal.spool_files import SpoolCheckpoint, SpoolFiles
+from broadsheet.engine.runtime import Runtime
+
+__all__ = ["Captured", "Committer", "Durability"]
+
+logger = logging.getLogger("broadsheet.engine")
+
+CHECKPOINT_LOG_BYTES = 48 << 20
+CHECKPOINT_SPOOL_BYTES = 512 << 20
+CHECKPOINT_RETRY_S = 5.0
+GROUPS_PER_TURN = 64
+
+
+class Durability(enum.Enum):
+    """What an acknowledged append survives."""
+
+    MEMORY = "memory"
+    OS = "os"
+    FSYNC = "fsync"
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The engine's state at one log position. `coordinator` yields its chunks when it is encoded, in a thread."""
+
+    coordinator: Callable[[], Iterable[bytes]]
+    journals: Sequence[JournalState]
+
+
+class _Change:
+    """A coordinator change that waits for its round."""
+
+    __slots__ = ("error", "event", "record")
+
+    def __init__(self, record: CoordinatorRecord) -> None:
+        self.record = record
+        self.event = trio.Event()
+        self.error: BroadsheetError | None = None
+
+
+class Committer:
+    def __init__(
+        self,
+        runtime: Runtime,
+        durability: Durability,
+        folder: Folder | None,
+        log: CommitLog | None,
+        spools: SpoolFiles,
+        engine_id: int,
+        capture: Callable[[], Captured],
+        *,
+        checkpoint_log_bytes: int = CHECKPOINT_LOG_BYTES,
+        checkpoint_spool_bytes: int = CHECKPOINT_SPOOL_BYTES,
+    ) -> None:
+        self._runtime = runtime
+        self._durability = durability
+        self._folder = folder
+        self._log = log
+        self._spools = spools
+        self._engine_id = engine_id
+        self._capture = capture
+        self._checkpoint_log_bytes = checkpoint_log_bytes
+        self._checkpoint_spool_bytes = checkpoint_spool_bytes
+        self._ready: dict[Replica, None] = {}
+        self._changes: list[_Change] = []
+        self._notes: list[Sequence[Buffer]] = []
+        self._task: trio.lowlevel.Task | None = None
+        self._in_round = False
+        self._idle = trio.lowlevel.ParkingLot()
+        self._round_over = trio.lowlevel.ParkingLot()
+        self._closing = False
+        self._checkpoint_wanted = trio.Event()
+        self._checkpoint_running = False
+        self._captured_position = 0
+        self._old_snapshots: list[str] = []
+        self._committing: Replica | None = None
+        self.failure: BroadsheetError | None = None
+        self.checkpoints = 0
+        self.checkpoint_error = ""
+
+    # --- Requests ----------------------------------------------------------------------------------------
+
+    def wake(self, replica: Replica) -> None:
+        """The replica has appends to seal."""
+        if self.failure is not None:
+            replica.close_writes(self.failure)
+        elif self._durability is Durability.FSYNC:
+            self._ready[replica] = None
+            self._resume()
+        elif self._committing is not replica:
+            self._commit_at_once(replica)
+
+    def note(self, payload: Sequence[Buffer]) -> None:
+        """Log a record that nobody waits for; it goes with the next one."""
+        if self._log is None or self.failure is not None:
+            return
+        self._notes.append(payload)
+        if self._durability is Durability.FSYNC:
+            if len(self._notes) >= 64:
+                self._resume()
+        else:
+            self._write_changes([])
+
+    async def persist(self, change: bytes) -> None:
+        """Make a coordinator change durable. Raises `StorageError` (it is not), `OutcomeUnknown`,
+        `EngineWritesFailed`."""
+        if self.failure is not None:
+            raise _copy(self.failure)
+        if self._log is None:
+            await trio.lowlevel.checkpoint()
+            return
+        waiting = _Change(CoordinatorRecord(change))
+        if self._durability is Durability.FSYNC:
+            self._changes.append(waiting)
+            self._resume()
+            await waiting.event.wait()
+        else:
+            self._write_changes([waiting])
+            await trio.lowlevel.checkpoint()
+        if waiting.error is not None:
+            raise waiting.error
+
+    def _resume(self) -> None:
+        if self._task is not None:
+            task, self._task = self._task, None
+            trio.lowlevel.reschedule(task)
+
+    # --- Modes os and memory -----------------------------------------------------------------------------
+
+    def _commit_at_once(self, replica: Replica) -> None:
+        self._committing = replica
+        try:
+            while (sealed := replica.take()) is not None:
+                if self._log is not None:
+                    try:
+                        for record in sealed.records:
+                            self._log.write_one(record)
+                    except OSError as error:
+                        replica.fail(sealed, _no_room(error, replica.name))
+                        continue
+                    except LogBroken as error:
+                        self._break(error, [(replica, sealed)])
+                        return
+                replica.commit(sealed)
+        finally:
+            self._committing = None
+        if self._log is not None:
+            self._want_checkpoint()
+
+    def _write_changes(self, changes: list[_Change]) -> None:
+        assert self._log is not None
+        notes, self._notes = self._notes, []
+        try:
+            self._log.write([*notes, *(change.record.encode() for change in changes)])
+        except OSError as error:
+            self._notes = notes
+            for change in changes:
+                change.error = _no_room(error, "the coordinator's keys")
+        except LogBroken as error:
+            self._break(error, [])
+            for change in changes:
+                change.error = OutcomeUnknown(str(error))
+        self._want_checkpoint()
+
+    # --- Mode fsync --------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Commit rounds, and checkpoints. Runs until `close`; then until nothing waits."""
+        async with trio.open_nursery() as nursery:
+            if self._log is not None:
+                nursery.start_soon(self._checkpoints)
+            while True:
+                if not (self._ready or self._changes or len(self._notes) >= 64) or self.failure is not None:
+                    self._idle.unpark_all()
+                    if self._closing:
+                        break
+                    await self._park()
+                    continue
+                await self._round()
+            nursery.cancel_scope.cancel()
+
+    async def _park(self) -> None:
+        self._task = trio.lowlevel.current_task()
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._task = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    async def _round(self) -> None:
+        assert self._log is not None
+        ready, self._ready = self._ready, {}
+        changes, self._changes = self._changes, []
+        notes, self._notes = self._notes, []
+        sealed_groups: list[tuple[Replica, SealedGroup]] = []
+        records: list[Sequence[Buffer]] = list(notes)
+        sync_spools: list[int] = []
+        for number, replica in enumerate(ready):
+            sealed = replica.take()
+            if sealed is None:
+                continue
+            sealed_groups.append((replica, sealed))
+            records += sealed.records
+            if sealed.sync_spool:
+                sync_spools.append(sealed.sync_spool)
+            if number % GROUPS_PER_TURN == GROUPS_PER_TURN - 1:
+                # Many journals at once: let others run. What they add waits for the next round.
+                await trio.lowlevel.cancel_shielded_checkpoint()
+        # Changes come last: a group that was sealed saw the specs as they were before.
+        records += [change.record.encode() for change in changes]
+        if not records:
+            return
+        self._in_round = True
+        try:
+            with trio.CancelScope(shield=True):  # a round that has begun is seen through
+                await self._runtime.threads.run(partial(self._write_and_sync, records, sync_spools))
+        except OSError as error:
+            self._notes = [*notes, *self._notes]
+            for replica, sealed in sealed_groups:
+                replica.fail(sealed, _no_room(error, replica.name))
+            for change in changes:
+                change.error = _no_room(error, "the coordinator's keys")
+        except LogBroken as error:
+            self._break(error, sealed_groups)
+            for change in changes:
+                change.error = OutcomeUnknown(str(error))
+        else:
+            for replica, sealed in sealed_groups:
+                replica.commit(sealed)
+                if not replica.is_idle:
+                    self._ready[replica] = None
+        finally:
+            self._in_round = False
+            self._round_over.unpark_all()
+        for change in changes:
+            change.event.set()
+        self._want_checkpoint()
+
+    def _write_and_sync(self, records: list[Sequence[Buffer]], sync_spools: list[int]) -> None:
+        """In a thread. The order is the promise: spools, then the records that speak of them, then the log."""
+        assert self._log is not None
+        if sync_spools:
+            try:
+                self._spools.sync(sync_spools)
+            except OSError as error:
+                raise LogBroken(f"syncing a spool: {error}") from error
+        self._log.write(records)
+        self._log.sync()
+
+    def _break(self, error: LogBroken, groups: Sequence[tuple[Replica, SealedGroup]]) -> None:
+        logger.error("writing has failed for good: %s", error)
+        self.failure = EngineWritesFailed(
+            f"an earlier write failed: {error}",
+            hint="close the engine, see to the disk, and open it again: nothing acknowledged is lost",
+        )
+        for replica, sealed in groups:
+            replica.fail(
+                sealed,
+                OutcomeUnknown(
+                    f"append to {replica.name}: {error}",
+                    journal=replica.name,
+                    offset=replica.spool.end,
+                    hint="it may have happened: open the engine again and read from this offset",
+                ),
+            )
+            replica.close_writes(self.failure)
+        for replica in self._ready:
+            replica.close_writes(self.failure)
+        self._ready.clear()
+
+    # --- Checkpoints -------------------------------------------------------------------------------------
+
+    def _want_checkpoint(self) -> None:
+        if self._log is None or self._checkpoint_running or self._checkpoint_wanted.is_set():
+            return
+        if (
+            self._log.position - self._captured_position >= self._checkpoint_log_bytes
+            or self._spools.unsynced_bytes >= self._checkpoint_spool_bytes
+        ):
+            self._checkpoint_wanted.set()
+
+    async def _checkpoints(self) -> None:
+        while True:
+            await self._checkpoint_wanted.wait()
+            try:
+                await self.checkpoint()
+                self.checkpoint_error = ""
+            except (OSError, BroadsheetError) as error:
+                # The log keeps what a checkpoint would have; it grows until one succeeds.
+                self.checkpoint_error = f"checkpoint failed: {error}"
+                logger.warning("%s (will retry in %g s)", self.checkpoint_error, CHECKPOINT_RETRY_S)
+                await trio.sleep(CHECKPOINT_RETRY_S)
+                continue
+            self._checkpoint_wanted = trio.Event()
+            self._want_checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Write a snapshot and free what it replaces. Raises OSError, and then nothing is freed."""
+        if self._log is None or self._folder is None:
+            return
+        if self.failure is not None:
+            raise _copy(self.failure)
+        while self._in_round:  # a sealed group is in the log already, and in no journal's state yet
+            await self._round_over.park()
+        self._checkpoint_running = True
+        try:
+            self._log.rotate()
+            position = self._log.position
+            captured = self._capture()
+            spools = self._spools.begin_checkpoint()
+            self._captured_position = position
+            try:
+                await self._runtime.threads.run(partial(self._write_snapshot, position, captured, spools))
+            except BaseException:
+                self._spools.abandon(spools)
+                raise
+            self._log.recycle_before(position)
+            self._spools.finish(spools)
+            self.checkpoints += 1
+        finally:
+            self._checkpoint_running = False
+
+    def _write_snapshot(self, position: int, captured: Captured, spools: SpoolCheckpoint) -> None:
+        assert self._folder is not None
+        spools.sync()
+        path = f"{self._folder.log}/{snapshot_name(position)}"
+        self._folder.write_synced(
+            path,
+            encode_snapshot(
+                position, self._spools.next_id, self._engine_id, captured.coordinator(), captured.journals
+            ),
+        )
+        for old in self._old_snapshots:
+            self._runtime.files.unlink(old)
+        self._old_snapshots = [path]
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """Whether the log holds anything that no snapshot does."""
+        return self._log is not None and self._log.position != self._captured_position
+
+    def adopt_snapshots(self, paths: list[str]) -> None:
+        """Snapshots found at open: superseded by the next one."""
+        self._old_snapshots = paths
+
+    # --- The end -----------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """Wait until nothing waits for the log."""
+        while (self._ready or self._changes or self._in_round) and self.failure is None:
+            await self._idle.park()
+
+    def close(self) -> None:
+        self._closing = True
+        self._resume()
+
+
+def _no_room(error: OSError, what: str) -> StorageError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return StorageError(
+        f"cannot write to the commit log for {what}: {error.strerror or error}",
+        hint="nothing was written; make room and try again" if full else "nothing was written",
+    )
+
+
+def _copy(error: BroadsheetError) -> BroadsheetError:
+    return type(error)(error.text, hint=error.hint)
+
+
