@@ -186,6 +186,10 @@ class Engine:
         self._persister: Persister
         self._store: KeyValueStore
         self._log: CommitLog | None = None
+        self.recovered_records = 0
+        """Log records that were played back at open."""
+        self.quarantined: tuple[str, ...] = ()
+        """Copies of files that were kept aside at open: what an unclean end left behind."""
 
     @classmethod
     def open(
@@ -331,9 +335,11 @@ class Engine:
             self._journals[journal.spec.name] = journal
             live.append((journal.spec.name, journal.spec))
         self._index.add_many((name, spec.labels) for name, spec in live)
+        self.recovered_records = recovered.replayed_records
+        self.quarantined = tuple(recovered.quarantined)
         for path in recovered.quarantined:
             logger.warning("the end of the commit log could not be read; kept aside: %s", path)
-        for spool_id in recovered.rewritten:
+        for spool_id in recovered.touched_spools:
             self.spool_files.note_written(spool_id, 0)
         for name, journal_state in recovered.journals.items():
             found = self._journals.get(name)
@@ -503,7 +509,7 @@ class Engine:
             try:
                 flow = FlowControl(self.min_append_rate)
                 flow.start(0, self.runtime.clock.now_ns() // 1_000_000)
-                async with aclosing(receive(iterator, flow, self.runtime)) as chunks:  # type: ignore[type-var]
+                async with aclosing(receive(iterator, flow, self.runtime)) as chunks:
                     async for chunk in chunks:
                         received.append(bytes(chunk))
                         length += len(chunk)
@@ -835,7 +841,7 @@ class Engine:
         replica.refreshed(found)
 
     @staticmethod
-    def _list_store(store: FragmentStore, journal: str) -> list[Fragment]:
+    def _list_store(store: FragmentStore, journal: str) -> Sequence[Fragment]:
         store.check()
         return store.list(journal)
 

@@ -5,7 +5,7 @@ They raise where the service answers with a status: `StatusError` carries it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -216,7 +216,7 @@ class Reader:
         async with aclosing(self._lines()) as lines:
             yield lines
 
-    async def _lines(self) -> AsyncIterator[bytes]:
+    async def _lines(self) -> AsyncGenerator[bytes, None]:
         rest = b""
         begin = self.offset
         async for buffer in self:

@@ -138,9 +138,7 @@ class KeyValueStore:
     def __init__(self, *, history_changes: int = _HISTORY_CHANGES, history_keys: int = _HISTORY_KEYS) -> None:
         self._revision = 1
         self._items: dict[bytes, KeyValue] = {}
-        self._order: (
-            list[bytes] | None
-        ) = []  # sorted keys; None after a bulk change, until they are asked for
+        self._order: list[bytes] | None = []  # sorted keys; None after a bulk change, until they are asked for
         self._leases: dict[int, Lease] = {}
         self._lease_keys: dict[int, dict[bytes, None]] = {}
         self._last_lease = 0

@@ -162,9 +162,7 @@ class LocalCoordinator:
         await trio.lowlevel.checkpoint()
         return self.store.range(prefix)
 
-    async def transact(
-        self, compares: tuple[Compare, ...], operations: tuple[Operation, ...]
-    ) -> TransactionResult:
+    async def transact(self, compares: tuple[Compare, ...], operations: tuple[Operation, ...]) -> TransactionResult:
         async with self._lock:
             plan = self.store.plan(compares, operations)
             if plan.change is not None:
@@ -201,11 +199,7 @@ class LocalCoordinator:
     async def keep_alive(self, lease: int) -> float:
         await trio.lowlevel.checkpoint()
         known = self.store.leases.get(lease)
-        if (
-            known is None
-            or lease in self._ending
-            or self._deadlines.get(lease, math.inf) <= self._clock.monotonic()
-        ):
+        if known is None or lease in self._ending or self._deadlines.get(lease, math.inf) <= self._clock.monotonic():
             raise LeaseNotFound(f"lease {lease} not found", hint="it expired or was revoked: grant a new one")
         self._renew(lease, known.ttl_s)
         return known.ttl_s

@@ -265,6 +265,8 @@ class MemoryFile:
     def pwrite(self, buffers: Sequence[ReadableBuffer], offset: int) -> None:
         data = self._data
         for buffer in buffers:
+            if not len(buffer):
+                continue
             if offset > len(data):
                 data.extend(bytes(offset - len(data)))
             data[offset : offset + len(buffer)] = buffer
@@ -316,6 +318,8 @@ class MemoryFiles:
     def rename(self, source: str, target: str) -> None:
         if source not in self._files:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+        if source == target:
+            return
         parent, _, name = target.rpartition("/")
         self._children(parent or "/").add(name)
         self._files[target] = self._files.pop(source)
@@ -359,6 +363,7 @@ class MemoryFiles:
     def lock(self, path: str) -> Callable[[], None]:
         if path in self._locks:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
+        self.open(path, create=True)
         self._locks.add(path)
         return lambda: self._locks.discard(path)
 

@@ -7,7 +7,7 @@ folder unless another one is given. What was put survives a power cut: content, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from random import Random
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
@@ -33,7 +33,7 @@ class FragmentStore(Protocol):
         """Raise `StoreUnhealthy` if the store cannot be used at all."""
         ...
 
-    def list(self, journal: str) -> list[Fragment]:
+    def list(self, journal: str) -> Sequence[Fragment]:
         """All of the journal's fragments in the store, in no order. Names that are none are passed over."""
         ...
 
@@ -78,12 +78,12 @@ class FileStore:
                 hint="make the folder",
             )
 
-    def list(self, journal: str) -> list[Fragment]:
+    def list(self, journal: str) -> Sequence[Fragment]:
         found: list[Fragment] = []
         self._list(journal, f"{self._folder}/{journal}", "", found)
         return found
 
-    def _list(self, journal: str, folder: str, postfix: str, found: list[Fragment]) -> None:
+    def _list(self, journal: str, folder: str, postfix: str, found: MutableSequence[Fragment]) -> None:
         for entry in self._files.list_dir(folder):
             if entry.is_dir:
                 self._list(journal, f"{folder}/{entry.name}", f"{postfix}{entry.name}/", found)

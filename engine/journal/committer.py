@@ -105,7 +105,10 @@ class Committer:
         self._task: trio.lowlevel.Task | None = None
         self._in_round = False
         self._idle = trio.lowlevel.ParkingLot()
-        self._round_over = trio.lowlevel.ParkingLot()
+        self._checkpoint_lock = trio.Lock()
+        self._capture_wanted = False
+        self._capture_chance = trio.lowlevel.ParkingLot()
+        self._unapplied = 0  # changes that are in the log, or on their way, and not yet in the coordinator
         self._closing = False
         self._checkpoint_wanted = trio.Event()
         self._checkpoint_running = False
@@ -142,19 +145,27 @@ class Committer:
     async def persist(self, change: bytes) -> None:
         """Make a coordinator change durable. Raises `StorageError` (it is not), `OutcomeUnknown`,
         `EngineWritesFailed`."""
-        if self.failure is not None:
-            raise _copy(self.failure)
         if self._log is None:
             await trio.lowlevel.checkpoint()
             return
+        while self._capture_wanted:  # let a checkpoint find a moment without one under way
+            await self._capture_chance.park()
+        if self.failure is not None:
+            raise _copy(self.failure)
         waiting = _Change(CoordinatorRecord(change))
-        if self._durability is Durability.FSYNC:
-            self._changes.append(waiting)
-            self._resume()
-            await waiting.event.wait()
-        else:
-            self._write_changes([waiting])
-            await trio.lowlevel.checkpoint()
+        self._unapplied += 1
+        try:
+            if self._durability is Durability.FSYNC:
+                self._changes.append(waiting)
+                self._resume()
+                await waiting.event.wait()
+            else:
+                self._write_changes([waiting])
+                await trio.lowlevel.checkpoint()
+        finally:
+            # The coordinator applies the change in this very turn, before anyone can capture its state.
+            self._unapplied -= 1
+            self._offer_capture()
         if waiting.error is not None:
             raise waiting.error
 
@@ -208,6 +219,11 @@ class Committer:
             if self._log is not None:
                 nursery.start_soon(self._checkpoints)
             while True:
+                self._offer_capture()
+                if self._capture_wanted and not self._unapplied:
+                    # Between two rounds: nothing is in the log that is not in the state.
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+                    continue
                 if not (self._ready or self._changes or len(self._notes) >= 64) or self.failure is not None:
                     self._idle.unpark_all()
                     if self._closing:
@@ -270,7 +286,6 @@ class Committer:
                     self._ready[replica] = None
         finally:
             self._in_round = False
-            self._round_over.unpark_all()
         for change in changes:
             change.event.set()
         self._want_checkpoint()
@@ -333,16 +348,30 @@ class Committer:
             self._checkpoint_wanted = trio.Event()
             self._want_checkpoint()
 
+    def _offer_capture(self) -> None:
+        if self._capture_wanted and not self._in_round and not self._unapplied:
+            self._capture_chance.unpark_all()
+
     async def checkpoint(self) -> None:
         """Write a snapshot and free what it replaces. Raises OSError, and then nothing is freed."""
         if self._log is None or self._folder is None:
             return
+        async with self._checkpoint_lock:
+            await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        assert self._log is not None
         if self.failure is not None:
             raise _copy(self.failure)
-        while self._in_round:  # a sealed group is in the log already, and in no journal's state yet
-            await self._round_over.park()
         self._checkpoint_running = True
         try:
+            self._capture_wanted = True
+            try:
+                while self._in_round or self._unapplied:
+                    await self._capture_chance.park()
+            finally:
+                self._capture_wanted = False
+                self._capture_chance.unpark_all()
             self._log.rotate()
             position = self._log.position
             captured = self._capture()

@@ -141,6 +141,7 @@ class Folder:
     def keep_aside(self, path: str) -> str:
         """Copy a file into quarantine, synced; returns the copy's path. An older copy is never overwritten."""
         self._files.make_dirs(self.quarantine)
+        self._files.sync_dir(self.root)
         name = path.rpartition("/")[2]
         target = f"{self.quarantine}/{name}"
         number = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import trio
 
@@ -27,7 +27,7 @@ async def chained(first: Sequence[Buffer], rest: AsyncIterator[Buffer] | None) -
 
 async def receive(
     chunks: AsyncIterator[Buffer], flow: FlowControl, runtime: Runtime
-) -> AsyncIterator[Buffer]:
+) -> AsyncGenerator[Buffer, None]:
     """The chunks, each when it is paid for. Raises `SlowAppend`, and what the source raises."""
     clock = runtime.clock
     last_ms = clock.now_ns() // 1_000_000

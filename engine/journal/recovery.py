@@ -66,7 +66,7 @@ class CoordinatorState:
 class Recovered:
     """position: where the log goes on (in a new file). needs_checkpoint: it must not be written before a snapshot
     at that position is durable. log_files: (base, path) of all found.
-    rewritten: spools whose files were written again and are to be synced."""
+    touched_spools: those the log spoke of, to be synced before the next snapshot."""
 
     position: int
     proven: int
@@ -76,7 +76,7 @@ class Recovered:
     log_files: list[tuple[int, str]]
     old_snapshots: list[str]
     unused_spools: list[str]
-    rewritten: list[int]
+    touched_spools: list[int]
     quarantined: list[str] = field(default_factory=list)
     replayed_records: int = 0
 
@@ -113,7 +113,7 @@ class _Recovery:
         self._folder = folder
         self._coordinator = coordinator
         self._journals: dict[str, _Journal] = {}
-        self._rewritten: set[int] = set()
+        self._touched: set[int] = set()
         self._next_spool_id = 1
 
     def run(self) -> Recovered:
@@ -173,7 +173,7 @@ class _Recovery:
             log_files=sorted(log_files),
             old_snapshots=[path for _, path in snapshots],
             unused_spools=unused,
-            rewritten=sorted(self._rewritten),
+            touched_spools=sorted(self._touched),
             quarantined=quarantined,
             replayed_records=replayed,
         )
@@ -264,6 +264,8 @@ class _Recovery:
             self._write_again(record)
         else:
             self._check(record)
+        # Whether written again or found to be there: the next snapshot will vouch for it, so it must be synced first.
+        self._touched.add(record.spool_id)
         registers = open_.registers if record.registers is None else registers_from_bytes(record.registers)
         fragment = Fragment(record.journal, record.spool_begin, record.end, record.spool_sum, record.codec)
         journal.open = SpoolState(record.spool_id, fragment, record.first_append_time_ns, registers)
@@ -285,7 +287,6 @@ class _Recovery:
             file.pwrite([record.content], record.begin - record.spool_begin)
         finally:
             file.close()
-        self._rewritten.add(record.spool_id)
 
     def _check(self, record: GroupRecord) -> None:
         path = f"{self._folder.spools}/{spool_name(record.spool_id)}"

@@ -502,7 +502,7 @@ class Replica:
     # --- A streamed append -------------------------------------------------------------------------------
 
     async def stream(
-        self, item: AppendItem, first: Sequence[bytes], rest: AsyncIterator[Buffer] | None
+        self, item: AppendItem, first: Sequence[Buffer], rest: AsyncIterator[Buffer] | None
     ) -> AppendResponse | BroadsheetError | SetSuspend:
         """Take a large or throttled body in while holding the journal. Lets go of it in every case but a
         `SetSuspend`."""
@@ -564,7 +564,7 @@ class Replica:
     async def _stream_content(
         self,
         item: AppendItem,
-        first: Sequence[bytes],
+        first: Sequence[Buffer],
         rest: AsyncIterator[Buffer] | None,
         rolled: bool,
         now_ns: int,

@@ -51,7 +51,7 @@ class SpoolFiles:
         self._dirty: set[int] = set()
         self._retired: list[int] = []
         self._spares: list[str] = []
-        self._names_unsynced = False
+        self._names_unsynced = True  # the process before this one may have died before it synced them
         self._names_lock = threading.Lock()
         self.unsynced_bytes = 0
         self.next_id = next_id
