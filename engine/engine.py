@@ -326,7 +326,7 @@ class Engine:
             durable=self.durability is Durability.FSYNC,
         )
         self._committer = self._make_committer(folder)
-        self._committer.adopt_snapshots(recovered.old_snapshots)
+        self._committer.adopt_snapshots(recovered.old_snapshots, recovered.position)
         self._log.adopt([(base, path) for base, path in recovered.log_files if base != recovered.position])
 
         live: list[tuple[str, JournalSpec]] = []

@@ -172,7 +172,10 @@ class CommitLog:
         self.proven = position
 
     def rotate(self) -> None:
-        """Go on in a new file. Raises OSError (ENOSPC and others) if there can be none; the old one stays."""
+        """Go on in a new file, unless this one has no records yet. Raises OSError (ENOSPC and others) if there can
+        be none; the old one stays."""
+        if self._file is not None and self.position == self._base:
+            return
         old, base = self._file, self._base
         self._open_file()
         if old is not None:

@@ -399,7 +399,8 @@ class Committer:
             ),
         )
         for old in self._old_snapshots:
-            self._runtime.files.unlink(old)
+            if old != path:
+                self._runtime.files.unlink(old)
         self._old_snapshots = [path]
 
     @property
@@ -407,9 +408,10 @@ class Committer:
         """Whether the log holds anything that no snapshot does."""
         return self._log is not None and self._log.position != self._captured_position
 
-    def adopt_snapshots(self, paths: list[str]) -> None:
-        """Snapshots found at open: superseded by the next one."""
+    def adopt_snapshots(self, paths: list[str], position: int) -> None:
+        """Snapshots found at open: superseded by the next one. The newest holds everything before `position`."""
         self._old_snapshots = paths
+        self._captured_position = position
 
     # --- The end -----------------------------------------------------------------------------------------
 

@@ -218,6 +218,11 @@ class EngineRun:
         self.disk.trace.append(line)
 
     async def main(self) -> None:
+        for _ in range(self.rng.choice((0, 0, 1, 2))):  # restarts in which nothing happens
+            async with Engine.open(
+                FOLDER, durability=self.durability, options=self.options, runtime=self.runtime
+            ):
+                pass
         engine = Engine.open(FOLDER, durability=self.durability, options=self.options, runtime=self.runtime)
         async with engine:
             await self._absorb(engine)
@@ -453,6 +458,8 @@ def check(
                 _check_kept(engine.quarantined, disk, seed)
 
     run_simulated(main, seed=seed)
+    if seed % 3 == 0:  # what a recovery found, the next one finds
+        run_simulated(main, seed=seed)
     return found
 
 
