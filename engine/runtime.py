@@ -18,9 +18,11 @@ import os
 import random
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 import trio
@@ -35,6 +37,7 @@ __all__ = [
     "RealRuntime",
     "Runtime",
     "Threads",
+    "Worker",
 ]
 
 T = TypeVar("T")
@@ -119,9 +122,25 @@ class Clock(Protocol):
         ...
 
 
+class Worker(Protocol):
+    """One thread that runs calls in the order they are given."""
+
+    def submit(self, call: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        """Run `call` in the thread, then `done` in the event loop, with what `call` raised. `done` must not raise."""
+        ...
+
+    def close(self) -> None:
+        """Let the thread end when it has run what it was given."""
+        ...
+
+
 class Threads(Protocol):
     async def run(self, call: Callable[[], T]) -> T:
         """Run a blocking call outside the event loop. Not cancellable: it returns when the call does."""
+        ...
+
+    def worker(self) -> Worker:
+        """A thread of one's own, for what must be quick: no task is woken on the way there and back."""
         ...
 
 
@@ -386,9 +405,43 @@ class RealClock:
         return trio.current_time()
 
 
+class RealWorker:
+    """A hop there and back costs about 80 us; `trio.to_thread` needs 130."""
+
+    def __init__(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._calls: SimpleQueue[tuple[Callable[[], None], Callable[[BaseException | None], None]] | None]
+        self._calls = SimpleQueue()
+        # A daemon: a process that is told to die does not wait for a disk that hangs.
+        threading.Thread(target=self._run, name="broadsheet worker", daemon=True).start()
+
+    def submit(self, call: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        self._calls.put((call, done))
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, done = item
+            error: BaseException | None = None
+            try:
+                call()
+            except BaseException as raised:  # it belongs to whoever asked, whatever it is
+                error = raised
+            try:
+                self._token.run_sync_soon(done, error)
+            except trio.RunFinishedError:
+                return
+            del item, call, done, error
+
+
 class RealThreads:
     async def run(self, call: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(call)
+
+    def worker(self) -> Worker:
+        return RealWorker()
 
 
 class RealRuntime:

@@ -27,6 +27,7 @@ __all__ = ["DEFAULT_FILE_BYTES", "CommitLog", "LogBroken", "log_name", "parse_lo
 
 DEFAULT_FILE_BYTES = 16 << 20
 SPARE_FILES = 2
+ALLOCATE_BYTES = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -69,6 +70,7 @@ class CommitLog:
         self._file: File | None = None
         self._salt = 0
         self._base = 0
+        self._allocated = 0
         self.position = 0
         self.proven = 0
         self._unsynced: list[File] = []  # rotated away from, not yet synced
@@ -131,6 +133,8 @@ class CommitLog:
     def _write(self, buffers: list[Buffer], position: int) -> None:
         assert self._file is not None
         offset = FILE_HEADER_BYTES + position - self._base
+        if self._durable:
+            self._allocate(offset + sum(map(len, buffers)))
         try:
             self._file.pwrite(buffers, offset)
         except OSError as error:
@@ -138,6 +142,21 @@ class CommitLog:
                 raise LogBroken(f"writing {self._file.path}: {error}") from error
             self._erase(offset)
             raise
+
+    def _allocate(self, end: int) -> None:
+        """Zeros ahead of the records: a sync of bytes that overwrite others is a third cheaper than of bytes that
+        make the file longer. Without room for them, go without."""
+        assert self._file is not None
+        if end <= self._allocated:
+            return
+        size = min(max(end, self._allocated + min(ALLOCATE_BYTES, max(self._allocated, 65536))), self._file_bytes)
+        try:
+            if size > self._allocated:
+                self._file.pwrite([bytes(size - self._allocated)], self._allocated)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise LogBroken(f"writing {self._file.path}: {error}") from error
+        self._allocated = max(end, size)
 
     def _erase(self, offset: int) -> None:
         """A write failed for lack of space. Some whole records of it may be there: take back the first, without
@@ -195,6 +214,7 @@ class CommitLog:
                 self._files.rename(self._spares[-1], path)
                 self._spares.pop()
             file = self._files.open(path, create=True)
+            self._allocated = max(file.size(), FILE_HEADER_BYTES)
             file.pwrite([header], 0)
         except OSError:
             if file is not None:

@@ -37,7 +37,7 @@ from broadsheet.engine.journal.log_format import Buffer, CoordinatorRecord, Jour
 from broadsheet.engine.journal.recovery import snapshot_name
 from broadsheet.engine.journal.replica import Replica, SealedGroup
 from broadsheet.engine.journal.spool_files import SpoolCheckpoint, SpoolFiles
-from broadsheet.engine.runtime import Runtime
+from broadsheet.engine.runtime import Runtime, Worker
 
 __all__ = ["Captured", "Committer", "Durability"]
 
@@ -46,7 +46,8 @@ logger = logging.getLogger("broadsheet.engine")
 CHECKPOINT_LOG_BYTES = 48 << 20
 CHECKPOINT_SPOOL_BYTES = 512 << 20
 CHECKPOINT_RETRY_S = 5.0
-GROUPS_PER_TURN = 64
+GROUPS_PER_ROUND = 256
+NOTES_BEFORE_ROUND = 64
 
 
 class Durability(enum.Enum):
@@ -102,14 +103,17 @@ class Committer:
         self._ready: dict[Replica, None] = {}
         self._changes: list[_Change] = []
         self._notes: list[Sequence[Buffer]] = []
-        self._task: trio.lowlevel.Task | None = None
         self._in_round = False
+        self._worker: Worker | None = None
+        if durability is Durability.FSYNC:
+            self._worker = runtime.threads.worker()
+        self._ended = trio.Event()
+        self._crash: BaseException | None = None
         self._idle = trio.lowlevel.ParkingLot()
         self._checkpoint_lock = trio.Lock()
         self._capture_wanted = False
         self._capture_chance = trio.lowlevel.ParkingLot()
         self._unapplied = 0  # changes that are in the log, or on their way, and not yet in the coordinator
-        self._closing = False
         self._checkpoint_wanted = trio.Event()
         self._checkpoint_running = False
         self._captured_position = 0
@@ -127,7 +131,7 @@ class Committer:
             replica.close_writes(self.failure)
         elif self._durability is Durability.FSYNC:
             self._ready[replica] = None
-            self._resume()
+            self._start_round()
         elif self._committing is not replica:
             self._commit_at_once(replica)
 
@@ -137,8 +141,7 @@ class Committer:
             return
         self._notes.append(payload)
         if self._durability is Durability.FSYNC:
-            if len(self._notes) >= 64:
-                self._resume()
+            self._start_round()
         else:
             self._write_changes([])
 
@@ -157,7 +160,7 @@ class Committer:
         try:
             if self._durability is Durability.FSYNC:
                 self._changes.append(waiting)
-                self._resume()
+                self._start_round()
                 await waiting.event.wait()
             else:
                 self._write_changes([waiting])
@@ -168,11 +171,6 @@ class Committer:
             self._offer_capture()
         if waiting.error is not None:
             raise waiting.error
-
-    def _resume(self) -> None:
-        if self._task is not None:
-            task, self._task = self._task, None
-            trio.lowlevel.reschedule(task)
 
     # --- Modes os and memory -----------------------------------------------------------------------------
 
@@ -212,83 +210,100 @@ class Committer:
         self._want_checkpoint()
 
     # --- Mode fsync --------------------------------------------------------------------------------------
+    #
+    # A round is begun by whoever brings the first work for it, and ended by a call from the worker's thread: no task
+    # stands between an append and its sync, because each wake-up costs as much as a good part of the sync itself.
 
-    async def run(self) -> None:
-        """Commit rounds, and checkpoints. Runs until `close`; then until nothing waits."""
-        async with trio.open_nursery() as nursery:
-            if self._log is not None:
-                nursery.start_soon(self._checkpoints)
-            while True:
-                self._offer_capture()
-                if self._capture_wanted and not self._unapplied:
-                    # Between two rounds: nothing is in the log that is not in the state.
-                    await trio.lowlevel.cancel_shielded_checkpoint()
-                    continue
-                if not (self._ready or self._changes or len(self._notes) >= 64) or self.failure is not None:
-                    self._idle.unpark_all()
-                    if self._closing:
-                        break
-                    await self._park()
-                    continue
-                await self._round()
-            nursery.cancel_scope.cancel()
-
-    async def _park(self) -> None:
-        self._task = trio.lowlevel.current_task()
-
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._task = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        await trio.lowlevel.wait_task_rescheduled(abort)
-
-    async def _round(self) -> None:
-        assert self._log is not None
-        ready, self._ready = self._ready, {}
-        changes, self._changes = self._changes, []
+    def _start_round(self) -> None:
+        """Begin a round unless one is under way, or there is nothing to do."""
+        if self._in_round or self.failure is not None or self._crash is not None:
+            return
+        if self._capture_wanted and not self._unapplied:
+            self._capture_chance.unpark_all()  # the checkpoint comes first; it starts the next round itself
+            return
+        if not (self._ready or self._changes or len(self._notes) >= NOTES_BEFORE_ROUND):
+            self._idle.unpark_all()
+            return
         notes, self._notes = self._notes, []
-        sealed_groups: list[tuple[Replica, SealedGroup]] = []
+        groups: list[tuple[Replica, SealedGroup]] = []
         records: list[Sequence[Buffer]] = list(notes)
         sync_spools: list[int] = []
-        for number, replica in enumerate(ready):
+        while self._ready and len(groups) < GROUPS_PER_ROUND:
+            replica = next(iter(self._ready))
+            del self._ready[replica]
             sealed = replica.take()
             if sealed is None:
                 continue
-            sealed_groups.append((replica, sealed))
+            groups.append((replica, sealed))
             records += sealed.records
             if sealed.sync_spool:
                 sync_spools.append(sealed.sync_spool)
-            if number % GROUPS_PER_TURN == GROUPS_PER_TURN - 1:
-                # Many journals at once: let others run. What they add waits for the next round.
-                await trio.lowlevel.cancel_shielded_checkpoint()
         # Changes come last: a group that was sealed saw the specs as they were before.
+        changes, self._changes = self._changes, []
         records += [change.record.encode() for change in changes]
         if not records:
+            self._idle.unpark_all()
             return
         self._in_round = True
+        assert self._worker is not None
+        self._worker.submit(
+            partial(self._write_and_sync, records, sync_spools),
+            partial(self._round_done, groups, changes, notes),
+        )
+
+    def _round_done(
+        self,
+        groups: list[tuple[Replica, SealedGroup]],
+        changes: list[_Change],
+        notes: list[Sequence[Buffer]],
+        error: BaseException | None,
+    ) -> None:
         try:
-            with trio.CancelScope(shield=True):  # a round that has begun is seen through
-                await self._runtime.threads.run(partial(self._write_and_sync, records, sync_spools))
-        except OSError as error:
-            self._notes = [*notes, *self._notes]
-            for replica, sealed in sealed_groups:
-                replica.fail(sealed, _no_room(error, replica.name))
-            for change in changes:
-                change.error = _no_room(error, "the coordinator's keys")
-        except LogBroken as error:
-            self._break(error, sealed_groups)
-            for change in changes:
-                change.error = OutcomeUnknown(str(error))
-        else:
-            for replica, sealed in sealed_groups:
+            self._finish_round(groups, changes, notes, error)
+        except BaseException as crash:  # nothing can be raised to a thread: `run` raises it instead
+            self._crash = crash
+            self._ended.set()
+
+    def _finish_round(
+        self,
+        groups: list[tuple[Replica, SealedGroup]],
+        changes: list[_Change],
+        notes: list[Sequence[Buffer]],
+        error: BaseException | None,
+    ) -> None:
+        self._in_round = False
+        if error is None:
+            for replica, sealed in groups:
                 replica.commit(sealed)
                 if not replica.is_idle:
                     self._ready[replica] = None
-        finally:
-            self._in_round = False
+        elif isinstance(error, OSError):
+            self._notes = [*notes, *self._notes]
+            for replica, sealed in groups:
+                replica.fail(sealed, _no_room(error, replica.name))
+            for change in changes:
+                change.error = _no_room(error, "the coordinator's keys")
+        elif isinstance(error, LogBroken):
+            self._break(error, groups)
+            for change in changes:
+                change.error = OutcomeUnknown(str(error))
+            self._idle.unpark_all()
+        else:
+            raise error
         for change in changes:
             change.event.set()
         self._want_checkpoint()
+        self._start_round()
+
+    async def run(self) -> None:
+        """Checkpoints, until `close`. Raises what a round met that nobody could be told of."""
+        async with trio.open_nursery() as nursery:
+            if self._log is not None:
+                nursery.start_soon(self._checkpoints)
+            await self._ended.wait()
+            nursery.cancel_scope.cancel()
+        if self._crash is not None:
+            raise self._crash
 
     def _write_and_sync(self, records: list[Sequence[Buffer]], sync_spools: list[int]) -> None:
         """In a thread. The order is the promise: spools, then the records that speak of them, then the log."""
@@ -372,11 +387,14 @@ class Committer:
             finally:
                 self._capture_wanted = False
                 self._capture_chance.unpark_all()
-            self._log.rotate()
-            position = self._log.position
-            captured = self._capture()
-            spools = self._spools.begin_checkpoint()
-            self._captured_position = position
+            try:
+                self._log.rotate()
+                position = self._log.position
+                captured = self._capture()
+                spools = self._spools.begin_checkpoint()
+                self._captured_position = position
+            finally:
+                self._start_round()
             try:
                 await self._runtime.threads.run(partial(self._write_snapshot, position, captured, spools))
             except BaseException:
@@ -421,8 +439,10 @@ class Committer:
             await self._idle.park()
 
     def close(self) -> None:
-        self._closing = True
-        self._resume()
+        """End `run`, and the worker's thread when it has nothing left to do."""
+        self._ended.set()
+        if self._worker is not None:
+            self._worker.close()
 
 
 def _no_room(error: OSError, what: str) -> StorageError:

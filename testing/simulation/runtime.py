@@ -20,6 +20,7 @@ Not under control: the iteration order of sets of str or bytes (set PYTHONHASHSE
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ import trio
 import trio.testing
 from trio._core import _run as trio_run
 
-from broadsheet.engine.runtime import Clock, Files, Threads
+from broadsheet.engine.runtime import Clock, Files, Threads, Worker
 from broadsheet.testing.simulation.disk import CrashKind, SimulatedDisk
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "SimulatedClock",
     "SimulatedRuntime",
     "SimulatedThreads",
+    "SimulatedWorker",
     "deterministic_trio",
     "run_simulated",
 ]
@@ -99,6 +101,46 @@ class SimulatedThreads:
             result = call()
             await trio.lowlevel.checkpoint()
         return result
+
+    def worker(self) -> Worker:
+        return SimulatedWorker(self.delay_s)
+
+
+class SimulatedWorker:
+    """The calls run one after another in a system task of trio, with the same scheduling points."""
+
+    __slots__ = ("_calls", "_delay_s", "_running")
+
+    def __init__(self, delay_s: Callable[[], float] | None) -> None:
+        self._delay_s = delay_s
+        self._calls: deque[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = deque()
+        self._running = False
+
+    def submit(self, call: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        self._calls.append((call, done))
+        if not self._running:
+            self._running = True
+            trio.lowlevel.spawn_system_task(self._run)
+
+    def close(self) -> None:
+        pass
+
+    async def _run(self) -> None:
+        with trio.CancelScope(shield=True):
+            while self._calls:
+                call, done = self._calls.popleft()
+                if self._delay_s is None:
+                    await trio.lowlevel.checkpoint()
+                else:
+                    await trio.sleep(self._delay_s())
+                error: BaseException | None = None
+                try:
+                    call()
+                except BaseException as raised:  # a crash, too, goes to whoever asked
+                    error = raised
+                await trio.lowlevel.checkpoint()
+                done(error)
+            self._running = False
 
 
 class SimulatedRuntime:
