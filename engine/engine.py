@@ -5,35 +5,41 @@
         ...
 
 It puts the parts together and resolves requests; the parts decide and write: `journal.replica` and
-`journal.committer` append, `journal.reading` reads, `fragments.persister` persists, `local_coordinator` keeps the specs.
+`journal.committer` append, `journal.reading` reads, `fragments.persister` persists, `catalog` and `local_coordinator`
+keep the specs.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
 import trio
 
+from broadsheet.engine.catalog import (
+    ITEMS,
+    Catalog,
+    JournalEntry,
+    encode_spec,
+    item_key,
+    item_name,
+)
 from broadsheet.engine.coordinator import (
     Compare,
     CompareTarget,
     CoordinatorIdentity,
     Delete,
-    KeyEvents,
-    KeyValue,
     Operation,
     Put,
 )
 from broadsheet.engine.errors import (
+    AppendFailed,
     BroadsheetError,
-    CorruptData,
     EngineClosed,
     NotAuthorized,
     Status,
@@ -45,6 +51,7 @@ from broadsheet.engine.fragments.persister import Persister
 from broadsheet.engine.fragments.store import FragmentStore, StoreUnhealthy, open_store
 from broadsheet.engine.handles import Appender, Journal, Reader
 from broadsheet.engine.journal.append_fsm import SetSuspend
+from broadsheet.engine.journal.appending import Appending
 from broadsheet.engine.journal.commit_log import DEFAULT_FILE_BYTES, CommitLog
 from broadsheet.engine.journal.committer import (
     CHECKPOINT_LOG_BYTES,
@@ -53,20 +60,17 @@ from broadsheet.engine.journal.committer import (
     Committer,
     Durability,
 )
-from broadsheet.engine.journal.flow_control import FlowControl
 from broadsheet.engine.journal.folder import Folder, Identity, new_identity
 from broadsheet.engine.journal.index import IndexEntry
 from broadsheet.engine.journal.log_format import Buffer as LogBuffer
-from broadsheet.engine.journal.log_format import JournalState
 from broadsheet.engine.journal.reading import EngineReadStream
-from broadsheet.engine.journal.receiving import receive
 from broadsheet.engine.journal.recovery import CoordinatorState, Recovered, recover
-from broadsheet.engine.journal.replica import YOUR_TURN, AppendItem, Replica
+from broadsheet.engine.journal.replica import Replica
 from broadsheet.engine.journal.spec import JournalSpec, Suspend, SuspendLevel
 from broadsheet.engine.journal.spool import CompletedSpool
 from broadsheet.engine.journal.spool_files import SpoolFiles
 from broadsheet.engine.key_value import Change, KeyValueStore, encode_snapshot
-from broadsheet.engine.labels import LabelSelector, LabelSet, SelectorIndex, split_journal_meta
+from broadsheet.engine.labels import LabelSet, split_journal_meta
 from broadsheet.engine.local_coordinator import LocalCoordinator
 from broadsheet.engine.runtime import MemoryFiles, RealRuntime, Runtime
 from broadsheet.engine.service import (
@@ -75,7 +79,6 @@ from broadsheet.engine.service import (
     AppendResponse,
     ApplyRequest,
     ApplyResponse,
-    Buffer,
     Capability,
     Content,
     EtcdHeader,
@@ -85,7 +88,6 @@ from broadsheet.engine.service import (
     FragmentStoreHealthResponse,
     Header,
     ListedFragment,
-    ListedJournal,
     ListRequest,
     ListResponse,
     ProcessId,
@@ -94,19 +96,14 @@ from broadsheet.engine.service import (
     Route,
     Scope,
     SuspendControl,
-    WatchChange,
 )
+from broadsheet.engine.watching import EngineWatch
 
 __all__ = ["Durability", "Engine", "EngineOptions"]
 
 logger = logging.getLogger("broadsheet.engine")
 
-ITEMS = b"/broadsheet/items/"
-SMALL_BODY_BYTES = 1 << 20
-BODY_BUDGET_BYTES = 64 << 20
-STREAM_SLICE_BYTES = 1 << 20
 INLINE_BYTES = 128 << 10
-STORE_RETRY_S = 1.0
 DEFAULT_PAGE_LIMIT = 1000
 
 
@@ -121,26 +118,6 @@ class EngineOptions:
     log_file_bytes: int = DEFAULT_FILE_BYTES
     checkpoint_log_bytes: int = CHECKPOINT_LOG_BYTES
     checkpoint_spool_bytes: int = CHECKPOINT_SPOOL_BYTES
-
-
-class _Journal:
-    """A journal that exists. Its replica is made at its first use."""
-
-    __slots__ = ("create_revision", "mod_revision", "replica", "spec", "state")
-
-    def __init__(
-        self, spec: JournalSpec, mod_revision: int, create_revision: int, state: JournalState | None = None
-    ) -> None:
-        self.spec = spec
-        self.mod_revision = mod_revision
-        self.create_revision = create_revision
-        self.state = state
-        self.replica: Replica | None = None
-
-    @property
-    def is_fully_suspended(self) -> bool:
-        suspend = self.spec.suspend
-        return suspend is not None and suspend.level == SuspendLevel.FULL
 
 
 class Engine:
@@ -165,13 +142,11 @@ class Engine:
         self._root = root
         self._file_root = file_root
         self._endpoint = endpoint
-        self._journals: dict[str, _Journal] = {}
-        self._index = SelectorIndex()
+        self.catalog = Catalog()
+        self._appending = Appending(self)
         self._stores: dict[str, FragmentStore] = {}
         self._draining = False
         self._started = False
-        self._body_budget = BODY_BUDGET_BYTES
-        self._release_lock: Callable[[], None] | None = None
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] | None = None
         self._nursery: trio.Nursery | None = None
         self._header: Header | None = None
@@ -184,6 +159,7 @@ class Engine:
         self.spool_files: SpoolFiles
         self._committer: Committer
         self._persister: Persister
+        self._opened: list[Callable[[], None]] = []
         self._store: KeyValueStore
         self._log: CommitLog | None = None
         self.recovered_records = 0
@@ -246,8 +222,7 @@ class Engine:
         try:
             await self._start()
         except BaseException as error:
-            if self._release_lock is not None:
-                self._release_lock()
+            self._close_files()
             await _exit_nursery(manager, nursery, error)
             raise
         nursery.start_soon(self._committer.run)
@@ -270,12 +245,13 @@ class Engine:
             try:
                 swallowed = await _exit_nursery(self._nursery_manager, self._nursery, error)
             finally:
-                self.spool_files.close()
-                if self._log is not None:
-                    self._log.close()
-                if self._release_lock is not None:
-                    self._release_lock()
+                self._close_files()
         return swallowed
+
+    def _close_files(self) -> None:
+        """The last opened first; the folder's lock last of all."""
+        while self._opened:
+            self._opened.pop()()
 
     async def _start(self) -> None:
         runtime = self.runtime
@@ -298,7 +274,7 @@ class Engine:
             self._committer.persist,
         )
         self.coordinator.on_change = self._on_change
-        for journal in self._journals.values():
+        for journal in self.catalog.entries():
             if journal.state is not None and journal.state.completed:
                 self._replica(journal)  # its spools are to be persisted
 
@@ -309,7 +285,7 @@ class Engine:
         state = _RecoveringCoordinator()
 
         def work() -> Recovered:
-            self._release_lock = folder.prepare()
+            self._opened.append(folder.prepare())
             self.identity = folder.identity()
             return recover(runtime, folder, CoordinatorState(state.restore, state.apply))
 
@@ -318,6 +294,7 @@ class Engine:
         except OSError as error:
             raise StorageError(f"cannot open {folder.root}: {error}", hint="see to the disk, then try again") from error
         self.spool_files = SpoolFiles(runtime, folder.spools, recovered.next_spool_id)
+        self._opened.append(self.spool_files.close)
         self._log = CommitLog(
             runtime,
             folder.log,
@@ -325,16 +302,12 @@ class Engine:
             file_bytes=options.log_file_bytes,
             durable=self.durability is Durability.FSYNC,
         )
+        self._opened.append(self._log.close)
         self._committer = self._make_committer(folder)
         self._committer.adopt_snapshots(recovered.old_snapshots, recovered.position)
         self._log.adopt([(base, path) for base, path in recovered.log_files if base != recovered.position])
 
-        live: list[tuple[str, JournalSpec]] = []
-        for item in state.store.range(ITEMS).items:
-            journal = _decode_item(item)
-            self._journals[journal.spec.name] = journal
-            live.append((journal.spec.name, journal.spec))
-        self._index.add_many((name, spec.labels) for name, spec in live)
+        self.catalog.load(state.store.range(ITEMS).items)
         self.recovered_records = recovered.replayed_records
         self.quarantined = tuple(recovered.quarantined)
         for path in recovered.quarantined:
@@ -342,7 +315,7 @@ class Engine:
         for spool_id in recovered.touched_spools:
             self.spool_files.note_written(spool_id, 0)
         for name, journal_state in recovered.journals.items():
-            found = self._journals.get(name)
+            found = self.catalog.get(name)
             if found is not None and found.create_revision == journal_state.create_revision:
                 found.state = journal_state
             else:  # committed beside the journal's deletion, in one round
@@ -362,7 +335,7 @@ class Engine:
         return state.store
 
     def _make_committer(self, folder: Folder | None) -> Committer:
-        return Committer(
+        committer = Committer(
             self.runtime,
             self.durability,
             folder,
@@ -373,11 +346,13 @@ class Engine:
             checkpoint_log_bytes=self.options.checkpoint_log_bytes,
             checkpoint_spool_bytes=self.options.checkpoint_spool_bytes,
         )
+        self._opened.append(committer.close)
+        return committer
 
     def _capture(self) -> Captured:
         snapshot = self._store.snapshot()
         states = []
-        for journal in self._journals.values():
+        for journal in self.catalog.entries():
             state = journal.replica.state() if journal.replica is not None else journal.state
             if state is not None:
                 states.append(state)
@@ -387,7 +362,7 @@ class Engine:
         """Begin to close: new requests are refused with `EngineClosed`, blocked reads and watches end cleanly,
         appends that are under way complete."""
         self._draining = True
-        for journal in self._journals.values():
+        for journal in self.catalog.entries():
             if journal.replica is not None:
                 journal.replica.changed.unpark_all()
         self._revision_changed.unpark_all()
@@ -398,11 +373,11 @@ class Engine:
     async def _stop(self) -> None:
         await self.drain()
         closed = EngineClosed("the engine was closed before this append was complete")
-        for journal in self._journals.values():
+        for journal in self.catalog.entries():
             if journal.replica is not None:
                 journal.replica.close_writes(closed)
         await self._committer.settle()
-        for journal in self._journals.values():
+        for journal in self.catalog.entries():
             if journal.replica is not None:
                 journal.replica.close(closed)
         if self._log is not None and self._committer.failure is None and self._committer.is_checkpoint_due:
@@ -412,6 +387,12 @@ class Engine:
                 # Nothing depends on it: the next open reads the log instead.
                 logger.warning("no checkpoint at close: %s", error)
         self._committer.close()
+
+    def watching(self, cancel_scope: trio.CancelScope, *, begins: bool) -> None:
+        if begins:
+            self._watch_scopes.add(cancel_scope)
+        else:
+            self._watch_scopes.discard(cancel_scope)
 
     @property
     def is_draining(self) -> bool:
@@ -425,7 +406,7 @@ class Engine:
         """The URL under which clients reach this engine's facade: routes name it."""
         self._endpoint = endpoint
         self._header = None
-        for journal in self._journals.values():
+        for journal in self.catalog.entries():
             if journal.replica is not None:
                 journal.replica.header_cache = None
 
@@ -459,7 +440,7 @@ class Engine:
     async def append(
         self, request: AppendRequest, content: Content = b"", scope: Scope = UNSCOPED
     ) -> AppendResponse:
-        journal = self._journals.get(request.journal)
+        journal = self.catalog.get(request.journal)
         replica: Replica
         if (
             journal is not None
@@ -474,124 +455,25 @@ class Engine:
                 request.validate()
         else:
             request.validate()
-            resolved = await self._resolve_append(request, scope)
+            resolved = await self.resolve_append(request, scope)
             if isinstance(resolved, AppendResponse):
                 return resolved
             replica = resolved
-        if scope.deadline is not None:
-            # The deadline bounds the waits; it must not leave an outcome unknown that is known a moment later.
-            with trio.move_on_at(scope.deadline) as cancel_scope:
-                return await self._append(replica, request, content, scope)
-            assert cancel_scope.cancelled_caught
-            raise NotAuthorized("the request's deadline passed before it was done", journal=request.journal)
-        return await self._append(replica, request, content, scope)
+        return await self._appending.append(replica, request, content, scope)
 
-    async def _append(
-        self, replica: Replica, request: AppendRequest, content: Content, scope: Scope
-    ) -> AppendResponse:
-        throttled = replica.spec.max_append_rate > 0
-        if isinstance(content, bytes | bytearray | memoryview):
-            if len(content) <= SMALL_BODY_BYTES and not throttled:
-                return await self._append_whole(replica, request, bytes(content), scope)
-            view = memoryview(content).cast("B")
-            slices: list[Buffer] = [
-                view[at : at + STREAM_SLICE_BYTES] for at in range(0, len(view), STREAM_SLICE_BYTES)
-            ]
-            return await self._append_stream(replica, request, slices, None, scope)
-
-        iterator = aiter(content)
-        try:
-            if throttled:
-                return await self._append_stream(replica, request, [], iterator, scope)
-            received: list[Buffer] = []
-            length = 0
-            reserved = 0
-            try:
-                flow = FlowControl(self.min_append_rate)
-                flow.start(0, self.runtime.clock.now_ns() // 1_000_000)
-                async with aclosing(receive(iterator, flow, self.runtime)) as chunks:
-                    async for chunk in chunks:
-                        received.append(bytes(chunk))
-                        length += len(chunk)
-                        if length > SMALL_BODY_BYTES or self._body_budget < len(chunk):
-                            break
-                        self._body_budget -= len(chunk)
-                        reserved += len(chunk)
-                    else:
-                        return await self._append_whole(replica, request, b"".join(received), scope)
-                return await self._append_stream(replica, request, received, iterator, scope)
-            finally:
-                self._body_budget += reserved
-        finally:
-            close = getattr(iterator, "aclose", None)
-            if close is not None:
-                await close()
-
-    async def _append_whole(
-        self, replica: Replica, request: AppendRequest, content: bytes, scope: Scope
-    ) -> AppendResponse:
-        item = AppendItem(request, content)
-        while True:
-            replica.enqueue(item)
-            outcome = await item.wait(replica.abandon)
-            if type(outcome) is AppendResponse:
-                return outcome
-            if isinstance(outcome, BroadsheetError):
-                raise outcome
-            assert isinstance(outcome, SetSuspend)
-            changed = await self._suspend_holding(replica, item, outcome, scope)
-            if isinstance(changed, AppendResponse):
-                return changed
-            replica = changed
-            item = AppendItem(request, content)
-
-    async def _append_stream(
-        self,
-        replica: Replica,
-        request: AppendRequest,
-        first: Sequence[Buffer],
-        rest: AsyncIterator[Buffer] | None,
-        scope: Scope,
-    ) -> AppendResponse:
-        while True:
-            item = AppendItem(request, b"", held=True)
-            replica.enqueue(item)
-            outcome = await item.wait(replica.abandon)
-            if outcome is YOUR_TURN:
-                outcome = await replica.stream(item, first, rest)
-            if isinstance(outcome, AppendResponse):
-                return outcome
-            if isinstance(outcome, BroadsheetError):
-                raise outcome
-            assert isinstance(outcome, SetSuspend)
-            changed = await self._suspend_holding(replica, item, outcome, scope)
-            if isinstance(changed, AppendResponse):
-                return changed
-            replica = changed
-
-    async def _suspend_holding(
-        self, replica: Replica, item: AppendItem, decision: SetSuspend, scope: Scope
-    ) -> Replica | AppendResponse:
-        """Change the journal's suspension while holding it, then find it again."""
-        try:
-            await self._set_suspend(replica.name, decision.level, decision.offset)
-        finally:
-            replica.let_go(item)
-        return await self._resolve_append(item.request, scope)
-
-    async def _resolve_append(self, request: AppendRequest, scope: Scope) -> Replica | AppendResponse:
+    async def resolve_append(self, request: AppendRequest, scope: Scope) -> Replica | AppendResponse:
         journal = await self._resolve(request.journal, scope, Capability.APPEND)
         if journal is None:
-            return AppendResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+            return AppendResponse(Status.JOURNAL_NOT_FOUND, self.unrouted_header())
         if journal.is_fully_suspended:
             if request.suspend != SuspendControl.RESUME:
-                return AppendResponse(Status.SUSPENDED, self._unrouted_header())
+                return AppendResponse(Status.SUSPENDED, self.unrouted_header())
             suspend = journal.spec.suspend
             assert suspend is not None
-            await self._set_suspend(journal.spec.name, SuspendLevel.NONE, suspend.offset)
-            found = self._journals.get(journal.spec.name)
+            await self._set_suspend(journal.spec.name, SetSuspend(SuspendLevel.NONE, suspend.offset))
+            found = self.catalog.get(journal.spec.name)
             if found is None:
-                return AppendResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+                return AppendResponse(Status.JOURNAL_NOT_FOUND, self.unrouted_header())
             journal = found
         replica = self._replica(journal)
         await self._refresh(replica)
@@ -603,15 +485,18 @@ class Engine:
             )
         return replica
 
-    async def _set_suspend(self, name: str, level: SuspendLevel, offset: int) -> None:
+    async def set_suspend(self, replica: Replica, decision: SetSuspend) -> None:
+        await self._set_suspend(replica.name, decision)
+
+    async def _set_suspend(self, name: str, decision: SetSuspend) -> None:
         """Compare-and-set the spec's suspension. A raced change is left as it is: the append decides anew."""
-        journal = self._journals.get(name)
-        if journal is None:
+        entry = self.catalog.get(name)
+        if entry is None:
             return
-        spec = replace(journal.spec, suspend=Suspend(level, offset))
+        spec = replace(entry.spec, suspend=Suspend(decision.level, decision.offset))
         await self.coordinator.transact(
-            (Compare(_item_key(name), CompareTarget.MOD_REVISION, journal.mod_revision),),
-            (Put(_item_key(name), _encode_spec(spec)),),
+            (Compare(item_key(name), CompareTarget.MOD_REVISION, entry.mod_revision),),
+            (Put(item_key(name), encode_spec(spec)),),
         )
 
     # --- Read --------------------------------------------------------------------------------------------
@@ -623,9 +508,9 @@ class Engine:
     async def resolve_read(self, request: ReadRequest, scope: Scope) -> Replica | ReadResponse:
         journal = await self._resolve(request.journal, scope, Capability.READ)
         if journal is None:
-            return ReadResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+            return ReadResponse(Status.JOURNAL_NOT_FOUND, self.unrouted_header())
         if journal.is_fully_suspended:
-            return ReadResponse(Status.SUSPENDED, self._unrouted_header())
+            return ReadResponse(Status.SUSPENDED, self.unrouted_header())
         replica = self._replica(journal)
         if not journal.spec.may_read:
             return ReadResponse(Status.NOT_ALLOWED, self.header(replica))
@@ -637,44 +522,24 @@ class Engine:
     async def list(self, request: ListRequest, scope: Scope = UNSCOPED) -> ListResponse:
         request.validate()
         await self._admit(scope, Capability.LIST)
-        names = self._select(request.selector, scope)
-        route = self._route()
-        listed = []
-        for number, name in enumerate(names):
-            listed.append(self._listed(self._journals[name], route))
-            if number % 4096 == 4095:
-                await trio.lowlevel.checkpoint()
-                if len(self._journals) < len(names):
-                    break
-        return ListResponse(Status.OK, self._unrouted_header(), tuple(listed))
+        header = self.unrouted_header()
+        route = self.route()
+        found = []
+        for name in self.catalog.select(request.selector.with_prefix_rewritten(), scope.claims):
+            entry = self.catalog.get(name)
+            assert entry is not None
+            found.append(entry.listed(route))
+        return ListResponse(Status.OK, header, tuple(found))
 
     @asynccontextmanager
     async def watch(
         self, request: ListRequest, scope: Scope = UNSCOPED, *, resume_revision: int = 0
-    ) -> AsyncIterator[_EngineWatch]:
+    ) -> AsyncIterator[EngineWatch]:
         request.validate()
         await self._admit(scope, Capability.LIST)
-        async with self.coordinator.watch(ITEMS, max(resume_revision, self.coordinator.revision)) as events:
-            yield _EngineWatch(self, request.selector, scope, aiter(events), resume_revision)
-
-    def _select(self, selector: LabelSelector, scope: Scope) -> Sequence[str]:
-        names = self._index.select(selector)
-        if scope.claims is not None:
-            allowed = scope.claims.selector.with_prefix_rewritten()
-            names = [name for name in names if allowed.matches(self._labels(self._journals[name].spec))]
-        return names
-
-    @staticmethod
-    def _labels(spec: JournalSpec) -> LabelSet:
-        return spec.labels.with_name_label(spec.name)
-
-    def _listed(self, journal: _Journal, route: Route) -> ListedJournal:
-        return ListedJournal(
-            journal.spec,
-            journal.mod_revision,
-            Route() if journal.is_fully_suspended else route,
-            journal.create_revision,
-        )
+        after = resume_revision or self.coordinator.revision
+        async with self.coordinator.watch(ITEMS, after) as events:
+            yield EngineWatch(self, request.selector, scope, aiter(events), resumes=resume_revision > 0)
 
     async def apply(self, request: ApplyRequest, scope: Scope = UNSCOPED) -> ApplyResponse:
         request.validate()
@@ -684,72 +549,55 @@ class Engine:
         names: list[tuple[str, int]] = []
         for change in request.changes:
             name = change.upsert.name if change.upsert is not None else change.delete
-            key = _item_key(name)
+            key = item_key(name)
             if scope.claims is not None:
-                labels = self._labels(change.upsert if change.upsert is not None else JournalSpec(name))
+                labels = (change.upsert.labels if change.upsert is not None else LabelSet()).with_name_label(name)
                 if not scope.claims.selector.matches(labels):
                     raise NotAuthorized(f"not authorized to {name}", journal=name)
             if change.expect_mod_revision != -1:
                 compares.append(Compare(key, CompareTarget.MOD_REVISION, change.expect_mod_revision))
             if change.upsert is not None:
-                operations.append(Put(key, _encode_spec(change.upsert)))
+                operations.append(Put(key, encode_spec(change.upsert)))
             else:
                 operations.append(Delete(key))
             names.append((name, change.expect_mod_revision))
         result = await self.coordinator.transact(tuple(compares), tuple(operations))
         if not result.succeeded:
-            conflicts = tuple(name for name, expected in names if expected != -1 and self._revision_of(name) != expected)
-            return ApplyResponse(Status.ETCD_TRANSACTION_FAILED, self._unrouted_header(), conflicts)
-        return ApplyResponse(Status.OK, self._unrouted_header())
+            conflicts = tuple(
+                name for name, expected in names if expected != -1 and self._revision_of(name) != expected
+            )
+            return ApplyResponse(Status.ETCD_TRANSACTION_FAILED, self.unrouted_header(), conflicts)
+        return ApplyResponse(Status.OK, self.unrouted_header())
 
     def _revision_of(self, name: str) -> int:
-        journal = self._journals.get(name)
+        journal = self.catalog.get(name)
         return journal.mod_revision if journal is not None else 0
 
     def _on_change(self, change: Change) -> None:
         """The coordinator's keys have changed: follow."""
-        retry = False
-        for key in change.deletes:
-            if key.startswith(ITEMS):
-                self._remove(key[len(ITEMS) :].decode())
-        for item in change.puts:
-            if not item.key.startswith(ITEMS):
+        followed = self.catalog.follow(change)
+        for entry in followed.removed:
+            self._remove(entry)
+        for entry, before in followed.updated:
+            replica = entry.replica
+            if replica is None:
                 continue
-            new = _decode_item(item)
-            name = new.spec.name
-            old = self._journals.get(name)
-            if old is not None and old.create_revision != new.create_revision:
-                self._remove(name)
-                old = None
-            if old is None:
-                self._journals[name] = new
-                self._index.add(name, new.spec.labels)
-                continue
-            if old.spec.labels != new.spec.labels:
-                self._index.add(name, new.spec.labels)
-            if old.spec.fragment != new.spec.fragment:
-                retry = True
-            stores_changed = old.spec.fragment.stores != new.spec.fragment.stores
-            old.spec, old.mod_revision = new.spec, new.mod_revision
-            if old.replica is not None:
-                old.replica.spec = new.spec
-                if stores_changed:
-                    old.replica.index.refreshed = False
-        if retry:
+            replica.spec = entry.spec
+            if before.fragment.stores != entry.spec.fragment.stores:
+                replica.index.refreshed = False
+                if not before.fragment.stores:
+                    replica.resume_persisting()
+        if followed.updated:
             self._persister.retry_now()
-        if self._revision_changed:
-            self._revision_changed.unpark_all()
+        self._revision_changed.unpark_all()
 
-    def _remove(self, name: str) -> None:
-        journal = self._journals.pop(name, None)
-        if journal is None:
-            return
-        self._index.discard(name)
-        if journal.replica is None and journal.state is not None:
-            journal.replica = Replica(self, journal.spec, journal.create_revision, journal.state)
-        if journal.replica is not None:
-            journal.replica.close(
-                StorageError(f"{name} was deleted", journal=name, hint="create it, then append again"),
+    def _remove(self, entry: JournalEntry) -> None:
+        name = entry.spec.name
+        if entry.replica is None and entry.state is not None:
+            entry.replica = Replica(self, entry.spec, entry.create_revision, entry.state)
+        if entry.replica is not None:
+            entry.replica.close(
+                AppendFailed(f"{name} was deleted", journal=name, hint="create it, then append again"),
                 deleted=True,
             )
 
@@ -759,9 +607,9 @@ class Engine:
         request.validate()
         journal = await self._resolve(request.journal, scope, Capability.READ)
         if journal is None:
-            return FragmentsResponse(Status.JOURNAL_NOT_FOUND, self._unrouted_header())
+            return FragmentsResponse(Status.JOURNAL_NOT_FOUND, self.unrouted_header())
         if journal.is_fully_suspended:
-            return FragmentsResponse(Status.SUSPENDED, self._unrouted_header())
+            return FragmentsResponse(Status.SUSPENDED, self.unrouted_header())
         replica = self._replica(journal)
         if not journal.spec.may_read:
             return FragmentsResponse(Status.NOT_ALLOWED, self.header(replica))
@@ -794,9 +642,9 @@ class Engine:
             await self.runtime.threads.run(store.check)
         except StoreUnhealthy as error:
             return FragmentStoreHealthResponse(
-                Status.FRAGMENT_STORE_UNHEALTHY, self._unrouted_header(), error.text
+                Status.FRAGMENT_STORE_UNHEALTHY, self.unrouted_header(), error.text
             )
-        return FragmentStoreHealthResponse(Status.OK, self._unrouted_header())
+        return FragmentStoreHealthResponse(Status.OK, self.unrouted_header())
 
     def store(self, url: str) -> FragmentStore:
         """Raises `StoreUnhealthy`."""
@@ -854,16 +702,17 @@ class Engine:
         self._committer.note(payload)
 
     def completed(self, replica: Replica, entry: IndexEntry, spool: CompletedSpool) -> None:
-        self._persister.submit(_PersistSpool(self, replica, entry, spool.fragment))
+        if replica.spec.fragment.stores:
+            self._persister.submit(_PersistSpool(self, replica, entry, spool.fragment))
 
     def header(self, replica: Replica) -> Header:
         revision = self.coordinator.revision
         header = replica.header_cache
         if header is None or header.etcd.revision != revision:
-            header = replica.header_cache = Header(self.process_id, self._route(), self._etcd_header())
+            header = replica.header_cache = Header(self.process_id, self.route(), self._etcd_header())
         return header
 
-    def _route(self) -> Route:
+    def route(self) -> Route:
         endpoints = (self._endpoint,) if self._endpoint else ()
         return Route((self.process_id,), 0, endpoints)
 
@@ -873,7 +722,7 @@ class Engine:
             identity.cluster_id, identity.member_id, self.coordinator.revision, identity.raft_term
         )
 
-    def _unrouted_header(self) -> Header:
+    def unrouted_header(self) -> Header:
         return Header(self.process_id, Route(), self._etcd_header())
 
     # --- Resolution --------------------------------------------------------------------------------------
@@ -894,17 +743,19 @@ class Engine:
         if self._draining:
             raise EngineClosed("the engine is closing")
 
-    async def _resolve(self, name: str, scope: Scope, capability: Capability) -> _Journal | None:
+    async def _resolve(self, name: str, scope: Scope, capability: Capability) -> JournalEntry | None:
         await self._admit(scope, capability)
         name, _ = split_journal_meta(name)
-        journal = self._journals.get(name)
+        journal = self.catalog.get(name)
         if journal is None:
             return None
-        if scope.claims is not None and not scope.claims.selector.matches(self._labels(journal.spec)):
+        if scope.claims is not None and not scope.claims.selector.matches(
+            journal.spec.labels.with_name_label(name)
+        ):
             return None
         return journal
 
-    def _replica(self, journal: _Journal) -> Replica:
+    def _replica(self, journal: JournalEntry) -> Replica:
         replica = journal.replica
         if replica is None:
             replica = journal.replica = Replica(
@@ -913,84 +764,6 @@ class Engine:
             journal.state = None
             replica.resume_persisting()
         return replica
-
-
-class _EngineWatch:
-    """A `WatchStream` over the coordinator's events: only what the selector and the claims show."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        selector: LabelSelector,
-        scope: Scope,
-        events: AsyncIterator[KeyEvents],
-        resume_revision: int,
-    ) -> None:
-        self._engine = engine
-        self._selector = selector.with_prefix_rewritten()
-        self._scope = scope
-        self._events = events
-        self._resume_revision = resume_revision
-        self._shown: set[str] | None = None
-
-    def __aiter__(self) -> _EngineWatch:
-        return self
-
-    async def __anext__(self) -> WatchChange:
-        engine = self._engine
-        if self._shown is None:
-            await trio.lowlevel.checkpoint()
-            names = engine._select(self._selector, self._scope)
-            self._shown = set(names)
-            route = engine._route()
-            journals = [engine._journals[name] for name in names]
-            if self._resume_revision:
-                journals = [it for it in journals if it.mod_revision > self._resume_revision]
-            if not self._resume_revision or journals:
-                listed = tuple(engine._listed(it, route) for it in journals)
-                return WatchChange(engine._unrouted_header(), listed)
-        while True:
-            events = await self._next_events()
-            if events is None:
-                raise StopAsyncIteration
-            upserted, deleted = [], []
-            route = engine._route()
-            for key in events.deleted:
-                name = key[len(ITEMS) :].decode()
-                if name in self._shown:
-                    self._shown.discard(name)
-                    deleted.append(name)
-            for item in events.put:
-                journal = _decode_item(item)
-                name = journal.spec.name
-                if self._is_shown(journal.spec):
-                    self._shown.add(name)
-                    upserted.append(engine._listed(journal, route))
-                elif name in self._shown:
-                    self._shown.discard(name)
-                    deleted.append(name)
-            if upserted or deleted:
-                upserted.sort(key=lambda it: it.spec.name)
-                return WatchChange(engine._unrouted_header(), tuple(upserted), tuple(sorted(deleted)))
-
-    async def _next_events(self) -> KeyEvents | None:
-        """None at the end: the engine is closing, or the scope's deadline passed."""
-        if self._engine.is_draining:
-            return None
-        with trio.CancelScope(deadline=self._scope.deadline or float("inf")) as cancel_scope:
-            self._engine._watch_scopes.add(cancel_scope)
-            try:
-                return await anext(self._events)
-            finally:
-                self._engine._watch_scopes.discard(cancel_scope)
-        return None
-
-    def _is_shown(self, spec: JournalSpec) -> bool:
-        labels = spec.labels.with_name_label(spec.name)
-        claims = self._scope.claims
-        return self._selector.matches(labels) and (
-            claims is None or claims.selector.with_prefix_rewritten().matches(labels)
-        )
 
 
 class _PersistSpool:
@@ -1034,25 +807,7 @@ class _RecoveringCoordinator:
     def apply(self, data: bytes) -> Iterable[str]:
         change = Change.decode(data)
         self.store.apply(change)
-        return [key[len(ITEMS) :].decode() for key in change.deletes if key.startswith(ITEMS)]
-
-
-def _item_key(name: str) -> bytes:
-    return ITEMS + name.encode()
-
-
-def _encode_spec(spec: JournalSpec) -> bytes:
-    return json.dumps(spec.to_json(), separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def _decode_item(item: KeyValue) -> _Journal:
-    try:
-        spec = JournalSpec.from_json(json.loads(item.value))
-    except (ValueError, ValidationError) as error:
-        raise CorruptData(
-            f"the spec under {item.key!r} cannot be read: {error}", path="the coordinator's keys"
-        ) from error
-    return _Journal(spec, item.mod_revision, item.create_revision)
+        return [item_name(key) for key in change.deletes if key.startswith(ITEMS)]
 
 
 async def _exit_nursery(
@@ -1061,7 +816,9 @@ async def _exit_nursery(
     """Leave a nursery that was entered by hand. An error of the body comes out as it went in, not in a group."""
     nursery.cancel_scope.cancel()
     try:
-        return bool(await manager.__aexit__(type(error) if error else None, error, error.__traceback__ if error else None))
+        if error is None:
+            return bool(await manager.__aexit__(None, None, None))
+        return bool(await manager.__aexit__(type(error), error, error.__traceback__))
     except BaseExceptionGroup as group:
         if error is not None and len(group.exceptions) == 1 and group.exceptions[0] is error:
             return False

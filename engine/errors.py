@@ -19,6 +19,7 @@ __all__ = [
     "AppendFailed",
     "BroadsheetError",
     "CorruptData",
+    "DeadlineExceeded",
     "EngineClosed",
     "EngineLocked",
     "EngineWritesFailed",
@@ -107,6 +108,10 @@ class ValidationError(LocalError):
 
 class NotAuthorized(LocalError):
     """The caller's claims lack the capability (spec/broker-protocol.md §9)."""
+
+
+class DeadlineExceeded(RemoteError):
+    """The scope's deadline passed before the request was done; nothing was written."""
 
 
 class AppendAborted(LocalError):

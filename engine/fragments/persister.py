@@ -7,8 +7,11 @@ known to have it.
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,16 +32,18 @@ logger = logging.getLogger("broadsheet.engine")
 PIECE_BYTES = 1 << 20
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 60.0
+LAST_DOUBLING = 10
 
 
 class PersistTask(Protocol):
-    """A completed spool. `store` is the one that its journal's spec names now, None if it names none or the
-    journal is gone; raises `BroadsheetError` if there is one that cannot be used."""
+    """A completed spool, to be put into the store that its journal's spec names at that time."""
 
     fragment: Fragment
     spool_path: str
 
-    def store(self) -> FragmentStore | None: ...
+    def store(self) -> FragmentStore | None:
+        """None if the spec names none (any more). Raises `BroadsheetError` for one that cannot be used."""
+        ...
 
     def is_wanted(self) -> bool:
         """False once the journal is gone or the spool was given up."""
@@ -47,92 +52,92 @@ class PersistTask(Protocol):
     def done(self, fragment: Fragment) -> None: ...
 
 
-@dataclass(slots=True)
-class _Waiting:
-    task: PersistTask
+@dataclass(slots=True, order=True)
+class _Later:
     due: float
-    attempts: int = 0
+    number: int
+    task: PersistTask
+    attempts: int
 
 
 class Persister:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._queue: list[_Waiting] = []
+        self._ready: deque[tuple[PersistTask, int]] = deque()
+        self._later: list[_Later] = []
+        self._numbers = 0
         self._wake = trio.Event()
         self._busy = False
         self._idle = trio.lowlevel.ParkingLot()
         self.last_error = ""
 
     def submit(self, task: PersistTask) -> None:
-        self._queue.append(_Waiting(task, -math.inf))
+        self._ready.append((task, 0))
         self._wake.set()
 
     @property
     def pending(self) -> int:
-        """Spools that are not in their store yet."""
-        return len(self._queue) + self._busy
+        """Spools on their way to a store."""
+        return len(self._ready) + len(self._later) + self._busy
 
     async def settle(self) -> None:
-        """Wait until nothing is due now (what failed and is to be retried later does not count)."""
-        while self._busy or any(it.due <= self._runtime.clock.monotonic() for it in self._queue):
+        """Wait until nothing is due now (what failed and is to be tried again later does not count)."""
+        while self._busy or self._ready:
             await self._idle.park()
+
+    def retry_now(self) -> None:
+        """Something that may have stood in the way has changed."""
+        self._ready.extend((it.task, it.attempts) for it in sorted(self._later))
+        self._later.clear()
+        self._wake.set()
 
     async def run(self) -> None:
         while True:
             now = self._runtime.clock.monotonic()
-            index = next((i for i, it in enumerate(self._queue) if it.due <= now), None)
-            if index is None:
+            while self._later and self._later[0].due <= now:
+                later = heapq.heappop(self._later)
+                self._ready.append((later.task, later.attempts))
+            if not self._ready:
                 self._idle.unpark_all()
                 self._wake = trio.Event()
-                with trio.move_on_at(min((it.due for it in self._queue), default=math.inf)):
+                with trio.move_on_at(self._later[0].due if self._later else math.inf):
                     await self._wake.wait()
                 continue
-            waiting = self._queue.pop(index)
+            task, attempts = self._ready.popleft()
             self._busy = True
             try:
-                if not await self._persist(waiting):
-                    self._queue.append(waiting)
+                await self._persist(task, attempts)
             finally:
                 self._busy = False
 
-    def retry_now(self) -> None:
-        """Something that may have stood in the way has changed."""
-        for waiting in self._queue:
-            waiting.due = -math.inf
-        self._wake.set()
-
-    async def _persist(self, waiting: _Waiting) -> bool:
-        task = waiting.task
+    async def _persist(self, task: PersistTask, attempts: int) -> None:
         if not task.is_wanted():
-            return True
+            return
         try:
             store = task.store()
             if store is None:
-                waiting.due = math.inf  # until its spec names one: `retry_now`
-                return False
+                return
             require_supported(task.fragment.compression_codec)
             fragment = await self._runtime.threads.run(partial(self._put, store, task))
         except (OSError, BroadsheetError) as error:
             self.last_error = f"failed to persist {task.fragment.content_path}: {error}"
-            pause = min(LAST_RETRY_S, FIRST_RETRY_S * 2**waiting.attempts)
-            waiting.attempts += 1
-            waiting.due = self._runtime.clock.monotonic() + pause
+            pause = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts, LAST_DOUBLING))
+            self._numbers += 1
+            heapq.heappush(
+                self._later, _Later(self._runtime.clock.monotonic() + pause, self._numbers, task, attempts + 1)
+            )
             logger.warning("%s (will retry in %.3g s)", self.last_error, pause)
-            return False
+            return
         self.last_error = ""
         if task.is_wanted():
             task.done(fragment)
-        return True
 
     def _put(self, store: FragmentStore, task: PersistTask) -> Fragment:
         """In a thread."""
-        pieces = self._content(task)
-        return store.put(task.fragment, compress(task.fragment.compression_codec, pieces))
+        return store.put(task.fragment, compress(task.fragment.compression_codec, self._content(task)))
 
     def _content(self, task: PersistTask) -> Iterator[bytes]:
         """The spool's content, refused if it is not what its name will say."""
-        import hashlib
-
         sha = hashlib.sha1(usedforsecurity=False)
         length = task.fragment.length
         file = self._runtime.files.open_read(task.spool_path)
@@ -154,5 +159,3 @@ class Persister:
                 journal=task.fragment.journal,
                 offset=task.fragment.begin,
             )
-
-

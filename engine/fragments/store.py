@@ -19,7 +19,7 @@ from broadsheet.engine.runtime import Files
 
 __all__ = ["FileStore", "FragmentStore", "StoreUnhealthy", "open_store"]
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 256 << 10  # of the object: what it decompresses to may be twenty times as much
 
 
 class StoreUnhealthy(BroadsheetError):

@@ -171,7 +171,7 @@ def decide(request: AppendRequest, spec: JournalSpec, view: JournalView) -> Deci
             roll_to = view.spool_end
 
     if view.spool_begin == view.index_begin:
-        # The spool holds the journal's first known write: complete it now, so that the store tells of the journal early.
+        # The spool holds the first known write: complete it now, so that the store soon tells of the journal.
         roll_to = view.spool_end
     return Proceed(roll_to, answer)
 

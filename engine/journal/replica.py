@@ -43,7 +43,6 @@ from broadsheet.engine.journal.append_fsm import (
     seal_group,
 )
 from broadsheet.engine.journal.flow_control import FlowControl
-from broadsheet.engine.journal.receiving import chained, receive
 from broadsheet.engine.journal.index import FragmentIndex, IndexEntry
 from broadsheet.engine.journal.log_format import (
     Buffer,
@@ -54,6 +53,7 @@ from broadsheet.engine.journal.log_format import (
     SpoolState,
     registers_to_bytes,
 )
+from broadsheet.engine.journal.receiving import chained, receive
 from broadsheet.engine.journal.spec import JournalSpec
 from broadsheet.engine.journal.spool import CompletedSpool, Spool
 from broadsheet.engine.journal.spool_files import SpoolFiles
@@ -166,7 +166,7 @@ class Replica:
         "_state",
         "_waiting",
         "changed",
-        "closed",
+        "close_error",
         "create_revision",
         "flow",
         "header_cache",
@@ -194,7 +194,7 @@ class Replica:
         self.create_revision = create_revision
         self.index = FragmentIndex(self._dropped)
         self.changed = trio.lowlevel.ParkingLot()
-        self.closed = False
+        self.close_error: BroadsheetError | None = None
         self.flow: FlowControl | None = None
         self.header_cache: Header | None = None
         self.refreshing: trio.Event | None = None
@@ -251,10 +251,18 @@ class Replica:
     # --- Appending ---------------------------------------------------------------------------------------
 
     @property
+    def closed(self) -> bool:
+        """The journal was deleted, or the engine closed."""
+        return self.close_error is not None
+
+    @property
     def is_idle(self) -> bool:
         return self.sealed is None and self._holder is None and not self._waiting
 
     def enqueue(self, item: AppendItem) -> None:
+        if self.close_error is not None:
+            item.finish(_copy_error(self.close_error))
+            return
         self._waiting.append(item)
         if self.sealed is None and self._holder is None:
             self._host.wake(self)
@@ -577,10 +585,10 @@ class Replica:
                 continue
             own_sum.update(chunk)
             crc = zlib.crc32(chunk, crc)
+            self._refuse_if_closed()
             self._write(chunk)
             length += len(chunk)
-            if self.closed:
-                raise AppendFailed(f"{self.name} was deleted while it was appended to", journal=self.name)
+        self._refuse_if_closed()
         refused = decide_content(item.request, self.spec, length)
         if isinstance(refused, Rejected):
             raise AppendFailed(f"append stream: {refused.text}", journal=self.name)
@@ -595,6 +603,10 @@ class Replica:
             return SealedGroup([member], records, 0, registers, b"", 0, now_ns)
         record, spool_sum = self._group_record(length, registers, now_ns, crc, ())
         return SealedGroup([member], [record], length, registers, spool_sum, self.spool_id, now_ns)
+
+    def _refuse_if_closed(self) -> None:
+        if self.close_error is not None:  # its files may be another spool's by now, or another engine's
+            raise _copy_error(self.close_error)
 
     def _flow(self) -> FlowControl:
         if self.flow is None:
@@ -650,7 +662,7 @@ class Replica:
 
     def close(self, error: BroadsheetError, *, deleted: bool = False) -> None:
         """End every waiting append with `error`, and every blocked read. `deleted` gives up the local files."""
-        self.closed = True
+        self.close_error = error
         self.close_writes(error)
         self.changed.unpark_all()
         if deleted:

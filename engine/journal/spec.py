@@ -571,7 +571,7 @@ class _Within:
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _decode_fragment_spec(  # noqa: PLR0917 - the key of a cache
+def _decode_fragment_spec(
     length: object,
     codec: object,
     stores: object,
