@@ -12,6 +12,7 @@ keep the specs.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -40,6 +41,7 @@ from broadsheet.engine.coordinator import (
 from broadsheet.engine.errors import (
     AppendFailed,
     BroadsheetError,
+    DeadlineExceeded,
     EngineClosed,
     NotAuthorized,
     Status,
@@ -60,6 +62,7 @@ from broadsheet.engine.journal.committer import (
     Committer,
     Durability,
 )
+from broadsheet.engine.journal.durable import WritesBroken
 from broadsheet.engine.journal.folder import Folder, Identity, new_identity
 from broadsheet.engine.journal.index import IndexEntry
 from broadsheet.engine.journal.log_format import Buffer as LogBuffer
@@ -72,6 +75,7 @@ from broadsheet.engine.journal.spool_files import SpoolFiles
 from broadsheet.engine.key_value import Change, KeyValueStore, encode_snapshot
 from broadsheet.engine.labels import LabelSet, split_journal_meta
 from broadsheet.engine.local_coordinator import LocalCoordinator
+from broadsheet.engine.nurseries import exit_nursery
 from broadsheet.engine.runtime import MemoryFiles, RealRuntime, Runtime
 from broadsheet.engine.service import (
     UNSCOPED,
@@ -186,7 +190,12 @@ class Engine:
         file_root: where `file://` stores begin, by default the folder's own `fragments`.
         Entering raises `EngineLocked`, `StorageError`, `CorruptData`.
         """
-        mode = Durability(durability)
+        try:
+            mode = Durability(durability)
+        except ValueError:
+            raise ValidationError(
+                f"unknown durability {durability!r} (expected fsync or os)", context="Engine.open"
+            ) from None
         if mode is Durability.MEMORY:
             raise ValidationError("a folder cannot have durability memory", context="Engine.open")
         options = options or EngineOptions(min_append_rate, max_append_rate)
@@ -222,8 +231,10 @@ class Engine:
         try:
             await self._start()
         except BaseException as error:
-            self._close_files()
-            await _exit_nursery(manager, nursery, error)
+            try:
+                self._close_files()
+            finally:
+                await exit_nursery(manager, nursery, error)
             raise
         nursery.start_soon(self._committer.run)
         nursery.start_soon(self._persister.run)
@@ -243,7 +254,7 @@ class Engine:
                 await self._stop()
         finally:
             try:
-                swallowed = await _exit_nursery(self._nursery_manager, self._nursery, error)
+                swallowed = await exit_nursery(self._nursery_manager, self._nursery, error)
             finally:
                 self._close_files()
         return swallowed
@@ -251,7 +262,11 @@ class Engine:
     def _close_files(self) -> None:
         """The last opened first; the folder's lock last of all."""
         while self._opened:
-            self._opened.pop()()
+            try:
+                self._opened.pop()()
+            except OSError as error:
+                # What was promised is durable already; the rest of the files must still be closed.
+                logger.warning("closing a file: %s", error)
 
     async def _start(self) -> None:
         runtime = self.runtime
@@ -291,7 +306,7 @@ class Engine:
 
         try:
             recovered = await runtime.threads.run(work)
-        except OSError as error:
+        except (OSError, WritesBroken) as error:
             raise StorageError(f"cannot open {folder.root}: {error}", hint="see to the disk, then try again") from error
         self.spool_files = SpoolFiles(runtime, folder.spools, recovered.next_spool_id)
         self._opened.append(self.spool_files.close)
@@ -328,7 +343,7 @@ class Engine:
             if recovered.needs_checkpoint:
                 await self._committer.checkpoint()
             self.spool_files.adopt_spares(recovered.unused_spools)
-        except OSError as error:
+        except (OSError, WritesBroken) as error:
             raise StorageError(
                 f"cannot write to {folder.root}: {error}", hint="make room or mend the disk, then try again"
             ) from error
@@ -451,7 +466,12 @@ class Engine:
             and journal.spec.suspend is None
         ):
             replica = journal.replica  # the name is that of a journal, so it is valid
-            if request.offset is not None or request.check_registers or request.union_registers:
+            if (
+                request.offset is not None
+                or request.check_registers
+                or request.union_registers
+                or request.subtract_registers
+            ):
                 request.validate()
         else:
             request.validate()
@@ -636,6 +656,7 @@ class Engine:
     async def store_health(
         self, request: FragmentStoreHealthRequest, scope: Scope = UNSCOPED
     ) -> FragmentStoreHealthResponse:
+        request.validate()
         await self._admit(scope, Capability.READ)
         try:
             store = self.store(request.fragment_store)
@@ -729,17 +750,30 @@ class Engine:
 
     async def _admit(self, scope: Scope, capability: Capability) -> None:
         await trio.lowlevel.checkpoint()
+        if self._nursery is None:
+            raise EngineClosed("the engine is not open", hint="use it as an async context manager")
         if scope.claims is not None and capability not in scope.claims.capability:
             raise NotAuthorized(f"authorization is missing required {capability.name} capability")
         if scope.proxied_header is not None:
             theirs, ours = scope.proxied_header.etcd.cluster_id, self.identity.cluster_id
             if theirs != ours:
                 raise ValidationError(f"request Etcd ClusterId doesn't match our own ({theirs} vs {ours})")
+            asked, own = scope.proxied_header.process_id, self.process_id
+            if asked and asked != own:
+                raise ValidationError(
+                    f"request ProcessId doesn't match our own (zone:\"{asked.zone}\" suffix:\"{asked.suffix}\"  vs "
+                    f"zone:\"{own.zone}\" suffix:\"{own.suffix}\" )"
+                )
         revision = scope.min_revision
         if scope.proxied_header is not None:
             revision = max(revision, scope.proxied_header.etcd.revision)
         while self.coordinator.revision < revision and not self._draining:
-            await self._revision_changed.park()
+            with trio.CancelScope(deadline=math.inf if scope.deadline is None else scope.deadline) as waiting:
+                await self._revision_changed.park()
+            if waiting.cancelled_caught:
+                raise DeadlineExceeded(
+                    f"the deadline passed before revision {revision} was there (it is {self.coordinator.revision})"
+                )
         if self._draining:
             raise EngineClosed("the engine is closing")
 
@@ -808,18 +842,3 @@ class _RecoveringCoordinator:
         change = Change.decode(data)
         self.store.apply(change)
         return [item_name(key) for key in change.deletes if key.startswith(ITEMS)]
-
-
-async def _exit_nursery(
-    manager: AbstractAsyncContextManager[trio.Nursery], nursery: trio.Nursery, error: BaseException | None
-) -> bool:
-    """Leave a nursery that was entered by hand. An error of the body comes out as it went in, not in a group."""
-    nursery.cancel_scope.cancel()
-    try:
-        if error is None:
-            return bool(await manager.__aexit__(None, None, None))
-        return bool(await manager.__aexit__(type(error), error, error.__traceback__))
-    except BaseExceptionGroup as group:
-        if error is not None and len(group.exceptions) == 1 and group.exceptions[0] is error:
-            return False
-        raise

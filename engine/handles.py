@@ -17,6 +17,7 @@ from broadsheet.engine.errors import BroadsheetError, EngineClosed, LocalError, 
 from broadsheet.engine.fragments.fragment import Fragment
 from broadsheet.engine.journal.spec import CompressionCodec, FragmentSpec, JournalChange, JournalSpec
 from broadsheet.engine.labels import LabelSelector, LabelSet
+from broadsheet.engine.nurseries import exit_nursery
 from broadsheet.engine.service import (
     UNSCOPED,
     AppendRequest,
@@ -220,8 +221,9 @@ class Reader:
         rest = b""
         begin = self.offset
         async for buffer in self:
-            if begin == -1:
+            if self.offset - len(buffer) != begin + len(rest):  # at the first, or after a gap
                 begin = self.offset - len(buffer)
+                rest = b""
             pieces = (rest + buffer).split(b"\n")
             rest = pieces.pop()
             after = self.offset
@@ -251,6 +253,7 @@ class Appender:
     """
 
     __slots__ = (
+        "_closed",
         "_error",
         "_inflight",
         "_manager",
@@ -293,6 +296,9 @@ class Appender:
         self._inflight = 0
         self._sending = trio.Lock()
         self._error: BroadsheetError | None = None
+        self._closed: EngineClosed | None = EngineClosed(
+            "use an Appender as an async context manager", journal=journal
+        )
         self._wake: trio.Event | None = None
         self._waiters = trio.lowlevel.ParkingLot()
         self._manager = trio.open_nursery()
@@ -301,6 +307,7 @@ class Appender:
     async def __aenter__(self) -> Self:
         self._nursery = await self._manager.__aenter__()
         self._wake = trio.Event()
+        self._closed = None
         self._nursery.start_soon(self._run)
         return self
 
@@ -314,19 +321,11 @@ class Appender:
                 await self.flush()
         except BaseException as raised:
             failure = raised
-        self._nursery.cancel_scope.cancel()
-        cause = failure or error
-        try:
-            swallowed = await self._manager.__aexit__(
-                type(cause) if cause else None, cause, cause.__traceback__ if cause else None
-            )
-        except BaseExceptionGroup as group:
-            if cause is None or len(group.exceptions) != 1 or group.exceptions[0] is not cause:
-                raise
-            swallowed = False
+        self._closed = EngineClosed("the appender was closed", journal=self.journal, hint="use another one")
+        swallowed = await exit_nursery(self._manager, self._nursery, failure or error)
         if failure is not None and not swallowed:
             raise failure
-        return bool(swallowed)
+        return swallowed
 
     def write(self, record: bytes) -> bool:
         """Add a record (copied only later: it must not change). False when it is time to `drain`.
@@ -340,10 +339,12 @@ class Appender:
 
     def _written(self, size: int) -> bool:
         """The rare half of `write`: a batch begins, or is full."""
-        if self._error is not None:
-            raise self._error
-        if self._wake is None:
-            raise EngineClosed("use an Appender as an async context manager", journal=self.journal)
+        refusal = self._error or self._closed
+        if refusal is not None:
+            self._records.clear()  # so that the next write is a first one, too
+            self._size = 0
+            raise refusal
+        assert self._wake is not None
         if size + self._inflight > self._max:
             self._records.pop()
             self._size = sum(map(len, self._records))
@@ -404,6 +405,7 @@ class Appender:
             raise_for_status(response.status, self.journal, None, response.store_health_error)
         except BroadsheetError as error:
             self._error = error
+            self._records, self._size = [], 0  # what was written meanwhile; the next write is to be told
         except BaseException:
             self._error = EngineClosed(
                 "the appender was cancelled while a batch was on its way", journal=self.journal

@@ -23,10 +23,12 @@ from collections.abc import AsyncIterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from broadsheet.engine.errors import Status, ValidationError
 from broadsheet.engine.fragments.fragment import Fragment
+from broadsheet.engine.journal.durations import format_duration
 from broadsheet.engine.journal.spec import JournalChange, JournalSpec
 from broadsheet.engine.labels import LabelSelector, LabelSet
 
@@ -372,7 +374,8 @@ class FragmentsRequest:
             )
         if self.signature_ttl_s is not None and self.signature_ttl_s <= 0:
             raise ValidationError(
-                f"invalid SignatureTTL ({self.signature_ttl_s:g}s; must be > 0s)", journal=self.journal
+                f"invalid SignatureTTL ({format_duration(round(self.signature_ttl_s * 1e9))}; must be > 0s)",
+                journal=self.journal,
             )
 
 
@@ -395,6 +398,11 @@ class FragmentsResponse:
 @dataclass(frozen=True, slots=True)
 class FragmentStoreHealthRequest:
     fragment_store: str
+
+    def validate(self) -> None:
+        from broadsheet.engine.journal.spec import validate_store
+
+        _within("FragmentStore", partial(validate_store, self.fragment_store))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class EngineWatch:
         self._scope = scope
         self._events = events
         self._resumes = resumes
+        self._first_revision = 0
         self._shown: set[str] | None = set() if resumes else None
 
     def __aiter__(self) -> EngineWatch:
@@ -72,6 +73,7 @@ class EngineWatch:
         catalog, route = self._host.catalog, self._host.route()
         names = catalog.select(self._selector, self._scope.claims)
         self._shown = set(names)
+        self._first_revision = self._host.unrouted_header().etcd.revision
         entries = [catalog.get(name) for name in names]
         return WatchChange(
             self._host.unrouted_header(), tuple(entry.listed(route) for entry in entries if entry is not None)
@@ -86,6 +88,8 @@ class EngineWatch:
                 shown.discard(name)
                 deleted.append(name)
         for item in events.put:
+            if item.mod_revision <= self._first_revision:
+                continue  # it came between the watch's begin and the first listing, which had it
             entry = decode_item(item)
             name = entry.spec.name
             if self._is_shown(entry.spec):

@@ -71,6 +71,7 @@ def _decompress_snappy(pieces: Iterable[bytes], skip: int) -> Iterator[bytes]:
     buffer = bytearray()
     wanted = bytearray(_SNAPPY_STREAM_ID)
     first = True
+    found = False
     for piece in pieces:
         buffer += piece
         at = 0
@@ -87,9 +88,10 @@ def _decompress_snappy(pieces: Iterable[bytes], skip: int) -> Iterator[bytes]:
                 size = length - 4 if kind == 1 else _uvarint(buffer, at + 8)
                 if size > 65536 or length < 4:
                     raise BadCompression(f"a snappy chunk of {size} bytes")
-                if skip >= size:
+                if skip >= size and not found:
                     skip -= size
                 else:
+                    found = True  # from here on every chunk is wanted; what is left of skip is inside this one
                     wanted += buffer[at:end]
             elif 2 <= kind < 0x80:
                 raise BadCompression(f"unskippable snappy chunk of type {kind}")

@@ -105,12 +105,12 @@ def parse_content_path(journal: str, path: str, *, allow_lz4: bool = False) -> F
     if not dot:
         stem, extension = name, ""
     extension = dot + extension
-    codec = _CODECS.get(extension.lower())
-    if codec is None or (codec is CompressionCodec.LZ4 and not allow_lz4):
-        raise ValidationError(f"unrecognized compression extension: {extension}")
     fields = stem.split("-")
     if len(fields) != 3:
         raise ValidationError(f"wrong Fragment format: {stem}")
+    codec = _CODECS.get(extension.lower())
+    if codec is None or (codec is CompressionCodec.LZ4 and not allow_lz4):
+        raise ValidationError(f"unrecognized compression extension: {extension}")
     fragment = Fragment(
         journal,
         _parse_hex64(fields[0], "Begin"),

@@ -70,6 +70,7 @@ class FileStore:
         self._path = path
         self._folder = (file_root + path).rstrip("/")
         self._random = random
+        self._durable_folders: set[str] = set()
 
     def check(self) -> None:
         if not self._files.exists(self._folder):
@@ -98,8 +99,8 @@ class FileStore:
         self.check()
         path = f"{self._folder}/{fragment.content_path}"
         folder, _, name = path.rpartition("/")
+        self._make_folders(folder)
         if not self._files.exists(path):
-            self._make_folders(folder)
             temporary = f"{folder}/.partial-{name}{self._random.getrandbits(32):08x}"
             try:
                 file = self._files.open(temporary, create=True)
@@ -127,14 +128,16 @@ class FileStore:
         return _listed(fragment, self.url, entry.mod_time)
 
     def _make_folders(self, folder: str) -> None:
-        """Like make_dirs, with every new name synced."""
+        """Like make_dirs, and every folder's name is durable: also of those that are there, which whoever made them
+        may not have synced. Each is synced once."""
         missing = []
-        while not self._files.exists(folder):
+        while folder not in self._durable_folders and len(folder) > len(self._folder):
             missing.append(folder)
             folder = folder.rpartition("/")[0]
         for path in reversed(missing):
             self._files.make_dirs(path, 0o750)
             self._files.sync_dir(path.rpartition("/")[0])
+            self._durable_folders.add(path)
 
     def read(self, fragment: Fragment, offset: int) -> Iterator[bytes]:
         path = f"{self._folder}/{fragment.content_path}"

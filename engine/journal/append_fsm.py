@@ -134,14 +134,18 @@ def decide(request: AppendRequest, spec: JournalSpec, view: JournalView) -> Deci
     """VALIDATE of spec/replication.md §5.3, from rule 3 on, and the suspension table of §7."""
     max_offset = max(view.spool_end, view.index_end)
     offset = request.offset
+    suspend = spec.suspend
+    level = suspend.level if suspend is not None else SuspendLevel.NONE
+    control = request.suspend
 
+    if level == SuspendLevel.FULL and control != SuspendControl.RESUME:
+        return Refuse(Status.SUSPENDED)  # suspended since the append was resolved
     if (
         request.check_registers is not None
         and view.registers  # an empty set matches anything: registers are lost with their replicas
         and not request.check_registers.matches(view.registers)
     ):
         return Refuse(Status.REGISTER_MISMATCH)
-    suspend = spec.suspend
     if suspend is not None and view.spool_end < suspend.offset:
         return JumpTo(suspend.offset)
     if view.spool_end != max_offset and offset is None and spec.may_write:
@@ -151,10 +155,8 @@ def decide(request: AppendRequest, spec: JournalSpec, view: JournalView) -> Deci
     if offset is not None and view.spool_end != max_offset:
         return JumpTo(max_offset)
 
-    level = suspend.level if suspend is not None else SuspendLevel.NONE
     roll_to = 0
     answer = Status.OK
-    control = request.suspend
     if control == SuspendControl.RESUME:
         if level != SuspendLevel.NONE:
             return SetSuspend(SuspendLevel.NONE, view.spool_end)
@@ -162,7 +164,7 @@ def decide(request: AppendRequest, spec: JournalSpec, view: JournalView) -> Deci
         if level != SuspendLevel.NONE:
             return Refuse(Status.SUSPENDED)
     elif control in (SuspendControl.IF_FLUSHED, SuspendControl.NOW):
-        if level != SuspendLevel.FULL and view.index_begin == view.index_end:
+        if view.index_begin == view.index_end:
             return SetSuspend(SuspendLevel.FULL, view.spool_end)
         if level == SuspendLevel.NONE and (control == SuspendControl.NOW or not _is_dirty(spec, view)):
             return SetSuspend(SuspendLevel.PARTIAL, view.spool_end)
@@ -279,16 +281,15 @@ def seal_group(queue: deque[QueuedAppend] | Sequence[QueuedAppend], spec: Journa
             break
         request = append.request
         decision = decide(request, spec, view)
-        jump: Fragment | None = None
-        if type(decision) is JumpTo:
-            if group.length:
-                break
+        while type(decision) is JumpTo and not group.length:
             jump = Fragment(
                 spec.name, decision.offset, decision.offset, compression_codec=spec.fragment.compression_codec
             )
             view.roll(decision.offset, jump.compression_codec)
             group.rolls.append(jump)
             decision = decide(request, spec, view)
+        if type(decision) is JumpTo:
+            break  # it rolls, so it begins the next group
         if type(decision) is Refuse:
             group.members.append(Member(append, view.spool_end, view.registers, decision.status))
             continue

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import trio
 
-from broadsheet.engine.errors import BroadsheetError, DeadlineExceeded, OutcomeUnknown
+from broadsheet.engine.errors import AppendFailed, BroadsheetError, DeadlineExceeded, OutcomeUnknown
 from broadsheet.engine.journal.append_fsm import SetSuspend
 from broadsheet.engine.journal.flow_control import FlowControl
 from broadsheet.engine.journal.receiving import receive
@@ -102,7 +102,7 @@ class Appending:
         length = reserved = 0
         runtime = self._host.runtime
         flow = FlowControl(self._host.min_append_rate)
-        flow.start(0, runtime.clock.now_ns() // 1_000_000)
+        flow.start(0, round(runtime.clock.monotonic() * 1000))
         try:
             async with aclosing(receive(iterator, flow, runtime)) as chunks:
                 async for chunk in chunks:
@@ -126,17 +126,16 @@ class Appending:
         scope: Scope,
         items: list[AppendItem],
     ) -> AppendResponse:
+        item = AppendItem(request, content)
+        items.append(item)
+        replica.enqueue(item)
         while True:
-            item = AppendItem(request, content)
-            items.append(item)
-            replica.enqueue(item)
             outcome = await item.wait(replica.abandon)
             if type(outcome) is AppendResponse:
                 return outcome
-            resolved = await self._after(replica, item, outcome, scope)
-            if isinstance(resolved, AppendResponse):
-                return resolved
-            replica = resolved
+            answer = await self._after(replica, item, outcome, scope)
+            if answer is not None:
+                return answer
 
     async def _streamed(
         self,
@@ -147,29 +146,39 @@ class Appending:
         scope: Scope,
         items: list[AppendItem],
     ) -> AppendResponse:
+        item = AppendItem(request, b"", held=True)
+        items.append(item)
+        replica.enqueue(item)
         while True:
-            item = AppendItem(request, b"", held=True)
-            items.append(item)
-            replica.enqueue(item)
             outcome = await item.wait(replica.abandon)
             if outcome is YOUR_TURN:
                 outcome = await replica.stream(item, first, rest)
             if isinstance(outcome, AppendResponse):
                 return outcome
-            resolved = await self._after(replica, item, outcome, scope)
-            if isinstance(resolved, AppendResponse):
-                return resolved
-            replica = resolved
+            answer = await self._after(replica, item, outcome, scope)
+            if answer is not None:
+                return answer
 
     async def _after(
         self, replica: Replica, item: AppendItem, outcome: object, scope: Scope
-    ) -> Replica | AppendResponse:
-        """Raise an error; or change the journal's suspension while the append holds it, and find it again."""
+    ) -> AppendResponse | None:
+        """Raise an error; or change the journal's suspension while the append holds it. None: it is first in the
+        queue again, and decided anew. (At the back of it, one that suspends and one that resumes could undo each
+        other for ever.)"""
         if isinstance(outcome, BroadsheetError):
             raise outcome
         assert isinstance(outcome, SetSuspend)
+        answer: AppendResponse | None = None
+        again = False
         try:
             await self._host.set_suspend(replica, outcome)
+            resolved = await self._host.resolve_append(item.request, scope)
+            if isinstance(resolved, AppendResponse):
+                answer = resolved
+            elif resolved is not replica:
+                raise AppendFailed(f"{replica.name} was deleted", journal=replica.name)
+            else:
+                again = True
         finally:
-            replica.let_go(item)
-        return await self._host.resolve_append(item.request, scope)
+            replica.let_go(item, again=again)
+        return answer

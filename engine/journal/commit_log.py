@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
+from broadsheet.engine.journal.durable import WritesBroken, sync_dir, sync_file
 from broadsheet.engine.journal.log_format import (
     FILE_HEADER_BYTES,
     RECORD_HEADER_BYTES,
@@ -23,16 +24,12 @@ from broadsheet.engine.journal.log_format import (
 )
 from broadsheet.engine.runtime import File, Files, Runtime
 
-__all__ = ["DEFAULT_FILE_BYTES", "CommitLog", "LogBroken", "log_name", "parse_log_name"]
+__all__ = ["DEFAULT_FILE_BYTES", "CommitLog", "log_name", "parse_log_name"]
 
 DEFAULT_FILE_BYTES = 16 << 20
 SPARE_FILES = 2
 ALLOCATE_BYTES = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-
-
-class LogBroken(Exception):
-    """What the log holds beyond `CommitLog.proven` is no longer known: it must not be written again."""
 
 
 def log_name(base: int) -> str:
@@ -96,7 +93,7 @@ class CommitLog:
     def write(self, records: Sequence[Sequence[Buffer]]) -> None:
         """Write records one after another. They are in the page cache when this returns.
 
-        Raises OSError with ENOSPC if there is no room: nothing of them will ever be read. Raises `LogBroken` on
+        Raises OSError with ENOSPC if there is no room: nothing of them will ever be read. Raises `WritesBroken` on
         any other failure: some of them may be.
         """
         buffers: list[Buffer] = []
@@ -139,7 +136,7 @@ class CommitLog:
             self._file.pwrite(buffers, offset)
         except OSError as error:
             if error.errno not in _NO_SPACE:
-                raise LogBroken(f"writing {self._file.path}: {error}") from error
+                raise WritesBroken(f"writing {self._file.path}: {error}") from error
             self._erase(offset)
             raise
 
@@ -155,7 +152,7 @@ class CommitLog:
                 self._file.pwrite([bytes(size - self._allocated)], self._allocated)
         except OSError as error:
             if error.errno not in _NO_SPACE:
-                raise LogBroken(f"writing {self._file.path}: {error}") from error
+                raise WritesBroken(f"writing {self._file.path}: {error}") from error
         self._allocated = max(end, size)
 
     def _erase(self, offset: int) -> None:
@@ -166,25 +163,19 @@ class CommitLog:
             if self._file.size() > offset:
                 self._file.pwrite([bytes(min(RECORD_HEADER_BYTES, self._file.size() - offset))], offset)
                 if self._durable:
-                    self._file.sync()
+                    sync_file(self._file)
         except OSError as error:
-            raise LogBroken(f"taking back a record of {self._file.path}: {error}") from error
+            raise WritesBroken(f"taking back a record of {self._file.path}: {error}") from error
 
     def sync(self) -> None:
-        """Make everything written so far durable. Raises `LogBroken`: a failed sync is never tried again."""
+        """Make everything written so far durable. Raises `WritesBroken`: a failed sync is never tried again."""
         position = self.position
-        path = self._folder
-        try:
-            for file in (*self._unsynced, self._file):
-                assert file is not None
-                path = file.path
-                file.sync()
-            if self._names_unsynced:
-                path = self._folder
-                self._files.sync_dir(self._folder)
-                self._names_unsynced = False
-        except OSError as error:
-            raise LogBroken(f"syncing {path}: {error}") from error
+        for file in (*self._unsynced, self._file):
+            assert file is not None
+            sync_file(file)
+        if self._names_unsynced:
+            sync_dir(self._files, self._folder)
+            self._names_unsynced = False
         for file in self._unsynced:
             file.close()
         self._unsynced.clear()
@@ -209,18 +200,19 @@ class CommitLog:
         salt = self._random.getrandbits(63) | 1
         header = encode_file_header(FileHeader(salt, self.position, self.proven, self._engine_id))
         file: File | None = None
+        spare = self._spares.pop() if self._spares else None
         try:
-            if self._spares:
-                self._files.rename(self._spares[-1], path)
-                self._spares.pop()
+            if spare is not None:
+                self._files.rename(spare, path)
             file = self._files.open(path, create=True)
             self._allocated = max(file.size(), FILE_HEADER_BYTES)
             file.pwrite([header], 0)
         except OSError:
             if file is not None:
                 file.close()
-            if self._files.exists(path):
-                self._spares.append(path)  # it must not stay between the files in use: the next one takes it over
+            for left in (spare, path):  # `path` must not stay between the files in use: the next one takes it over
+                if left is not None and self._files.exists(left):
+                    self._spares.append(left)
             raise
         self._file, self._salt, self._base = file, salt, self.position
         self._names_unsynced = True

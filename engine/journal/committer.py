@@ -31,7 +31,8 @@ from broadsheet.engine.errors import (
     OutcomeUnknown,
     StorageError,
 )
-from broadsheet.engine.journal.commit_log import CommitLog, LogBroken
+from broadsheet.engine.journal.commit_log import CommitLog
+from broadsheet.engine.journal.durable import WritesBroken
 from broadsheet.engine.journal.folder import Folder
 from broadsheet.engine.journal.log_format import Buffer, CoordinatorRecord, JournalState, encode_snapshot
 from broadsheet.engine.journal.recovery import snapshot_name
@@ -185,7 +186,7 @@ class Committer:
                     except OSError as error:
                         replica.fail(sealed, _no_room(error, replica.name))
                         continue
-                    except LogBroken as error:
+                    except WritesBroken as error:
                         self._break(error, [(replica, sealed)])
                         return
                 replica.commit(sealed)
@@ -203,7 +204,7 @@ class Committer:
             self._notes = notes
             for change in changes:
                 change.error = _no_room(error, "the coordinator's keys")
-        except LogBroken as error:
+        except WritesBroken as error:
             self._break(error, [])
             for change in changes:
                 change.error = OutcomeUnknown(str(error))
@@ -283,11 +284,10 @@ class Committer:
                 replica.fail(sealed, _no_room(error, replica.name))
             for change in changes:
                 change.error = _no_room(error, "the coordinator's keys")
-        elif isinstance(error, LogBroken):
+        elif isinstance(error, WritesBroken):
             self._break(error, groups)
             for change in changes:
                 change.error = OutcomeUnknown(str(error))
-            self._idle.unpark_all()
         else:
             raise error
         for change in changes:
@@ -309,14 +309,11 @@ class Committer:
         """In a thread. The order is the promise: spools, then the records that speak of them, then the log."""
         assert self._log is not None
         if sync_spools:
-            try:
-                self._spools.sync(sync_spools)
-            except OSError as error:
-                raise LogBroken(f"syncing a spool: {error}") from error
+            self._spools.sync(sync_spools)
         self._log.write(records)
         self._log.sync()
 
-    def _break(self, error: LogBroken, groups: Sequence[tuple[Replica, SealedGroup]]) -> None:
+    def _break(self, error: WritesBroken, groups: Sequence[tuple[Replica, SealedGroup]]) -> None:
         logger.error("writing has failed for good: %s", error)
         self.failure = EngineWritesFailed(
             f"an earlier write failed: {error}",
@@ -336,6 +333,12 @@ class Committer:
         for replica in self._ready:
             replica.close_writes(self.failure)
         self._ready.clear()
+        for change in self._changes:
+            change.error = _copy(self.failure)
+            change.event.set()
+        self._changes.clear()
+        self._idle.unpark_all()
+        self._capture_chance.unpark_all()
 
     # --- Checkpoints -------------------------------------------------------------------------------------
 
@@ -354,6 +357,8 @@ class Committer:
             try:
                 await self.checkpoint()
                 self.checkpoint_error = ""
+            except EngineWritesFailed:
+                return  # it was logged, and there is nothing left to bound
             except (OSError, BroadsheetError) as error:
                 # The log keeps what a checkpoint would have; it grows until one succeeds.
                 self.checkpoint_error = f"checkpoint failed: {error}"
@@ -382,11 +387,13 @@ class Committer:
         try:
             self._capture_wanted = True
             try:
-                while self._in_round or self._unapplied:
+                while (self._in_round or self._unapplied) and self.failure is None:
                     await self._capture_chance.park()
             finally:
                 self._capture_wanted = False
                 self._capture_chance.unpark_all()
+            if self.failure is not None:
+                raise _copy(self.failure)
             try:
                 self._log.rotate()
                 position = self._log.position
@@ -397,6 +404,10 @@ class Committer:
                 self._start_round()
             try:
                 await self._runtime.threads.run(partial(self._write_snapshot, position, captured, spools))
+            except WritesBroken as error:
+                self._break(error, [])
+                assert self.failure is not None
+                raise _copy(self.failure) from error
             except BaseException:
                 self._spools.abandon(spools)
                 raise

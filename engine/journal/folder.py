@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from broadsheet.engine.errors import CorruptData, EngineLocked, StorageError
+from broadsheet.engine.journal.durable import sync_dir, sync_file
 from broadsheet.engine.runtime import Runtime
 from broadsheet.engine.service import ProcessId
 
@@ -43,6 +45,10 @@ def new_identity(runtime: Runtime) -> Identity:
     )
 
 
+def _checksum(document: dict[str, object]) -> str:
+    return f"{zlib.crc32(json.dumps(document, sort_keys=True).encode()):08x}"
+
+
 class Folder:
     """Paths below `root`, an absolute path without a trailing slash."""
 
@@ -60,12 +66,14 @@ class Folder:
         """Make what is missing and take the writer's lock; returns its release. Raises `EngineLocked`,
         `StorageError`."""
         try:
-            is_new = not self._files.exists(self.log)
             for path in (self.root, self.log, self.spools, self.fragments):
                 self._files.make_dirs(path)
-            if is_new:
-                self._files.sync_dir(self.root)
+            # At each open: whoever made them may have died, or failed, before their names were durable.
+            self._files.sync_dir(self.root)
+            try:
                 self._files.sync_dir(self.root.rpartition("/")[0] or "/")
+            except PermissionError:
+                pass  # a parent that may not be listed: it was there before this engine
             release = self._files.lock(f"{self.root}/LOCK")
         except BlockingIOError as error:
             raise EngineLocked(
@@ -90,6 +98,18 @@ class Folder:
         try:
             document = json.loads(data)
             version = document["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptData(f"not an engine's identity: {error!r}", path=self.identity_path) from error
+        if version != FORMAT_VERSION:
+            raise CorruptData(
+                f"the folder has format {version}, this program reads {FORMAT_VERSION}",
+                path=self.identity_path,
+                hint="use the version of the program that wrote it",
+            )
+        try:
+            check = document.pop("check")
+            if check != _checksum(document):
+                raise ValueError("its checksum is wrong")
             identity = Identity(
                 document["cluster_id"],
                 document["member_id"],
@@ -97,12 +117,8 @@ class Folder:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptData(f"not an engine's identity: {error}", path=self.identity_path) from error
-        if version != FORMAT_VERSION:
-            raise CorruptData(
-                f"the folder has format {version}, this program reads {FORMAT_VERSION}",
-                path=self.identity_path,
-                hint="use the version of the program that wrote it",
-            )
+        # Whoever made it may have died, or failed, before its name was durable.
+        self._files.sync_dir(self.root)
         return identity
 
     def _make_identity(self) -> Identity:
@@ -111,18 +127,19 @@ class Folder:
                 "identity.json is missing beside a commit log that is there", path=self.identity_path
             )
         identity = new_identity(self._runtime)
-        document = {
+        document: dict[str, object] = {
             "format": FORMAT_VERSION,
             "cluster_id": identity.cluster_id,
             "member_id": identity.member_id,
             "zone": identity.process_id.zone,
             "suffix": identity.process_id.suffix,
         }
+        document["check"] = _checksum(document)
         self.write_synced(self.identity_path, [json.dumps(document, indent=1).encode() + b"\n"])
         return identity
 
     def write_synced(self, path: str, pieces: Iterable[bytes]) -> None:
-        """Write a file that appears whole or not at all, and stays."""
+        """Write a file that appears whole or not at all, and stays. Raises OSError, `WritesBroken`."""
         temporary = f"{path}.tmp"
         file = self._files.open(temporary, create=True)
         try:
@@ -132,11 +149,11 @@ class Folder:
                 if piece:
                     file.pwrite([piece], offset)
                     offset += len(piece)
-            file.sync()
+            sync_file(file)
         finally:
             file.close()
         self._files.rename(temporary, path)
-        self._files.sync_dir(path.rpartition("/")[0])
+        sync_dir(self._files, path.rpartition("/")[0])
 
     def keep_aside(self, path: str) -> str:
         """Copy a file into quarantine, synced; returns the copy's path. An older copy is never overwritten."""

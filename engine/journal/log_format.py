@@ -134,30 +134,32 @@ def scan(path: str, base: int, data: bytes) -> LogFile:
     """Read a file's records. `base` is what its name says."""
     header = decode_file_header(data)
     view = memoryview(data)
-    if header is None or header.base != base:
-        # Records that read well behind a damaged header show that this was a log file in use.
-        offset = FILE_HEADER_BYTES
-        salt = struct.unpack_from("<Q", data, offset)[0] if len(data) >= offset + 8 else 0
-        record = _read_record(view, offset, salt, base) if salt else None
-        return LogFile(path, base, False, (), base, record is not None, record.proven if record else 0)
+    offset = FILE_HEADER_BYTES
+    good = header is not None and header.base == base
+    if header is not None and good:
+        salt, proven = header.salt, header.proven
+    else:
+        # Records that read well behind a damaged header show that this was a log file in use, and what was proven.
+        salt, proven = struct.unpack_from("<Q", data, offset)[0] if len(data) >= offset + 8 else 0, 0
     records = []
-    proven = header.proven
-    offset, position = FILE_HEADER_BYTES, base
-    while (record := _read_record(view, offset, header.salt, position)) is not None:
+    position = base
+    while salt and (record := _read_record(view, offset, salt, position)) is not None:
         records.append(record)
         proven = max(proven, record.proven)
         step = framed_length(len(record.payload))
         offset += step
         position += step
     torn = False
-    needle = struct.pack("<Q", header.salt)
-    at = data.find(needle, offset)
+    needle = struct.pack("<Q", salt)
+    at = data.find(needle, offset) if salt else -1
     while at >= 0:
-        torn = True
-        later = _read_record(view, at, header.salt, base + at - FILE_HEADER_BYTES)
+        later = _read_record(view, at, salt, base + at - FILE_HEADER_BYTES)
         if later is not None:
             proven = max(proven, later.proven)
+        torn = torn or good or later is not None
         at = data.find(needle, at + 8)
+    if not good:
+        return LogFile(path, base, False, (), base, torn or bool(records), proven)
     return LogFile(path, base, True, tuple(records), position, torn, proven)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import trio
 
-from broadsheet.engine.errors import CorruptData, Status, StorageError
+from broadsheet.engine.errors import CorruptData, DeadlineExceeded, Status, StorageError
 from broadsheet.engine.fragments.fragment import Fragment
 from broadsheet.engine.fragments.store import FragmentStore
 from broadsheet.engine.journal.index import IndexEntry
@@ -79,7 +79,11 @@ class EngineReadStream:
         request = self._request
         header: Header | None = None
         if self._replica is None:
-            resolved = await self._host.resolve_read(request, self._scope)
+            try:
+                resolved = await self._host.resolve_read(request, self._scope)
+            except DeadlineExceeded:
+                self._ended = True
+                raise StopAsyncIteration from None
             if isinstance(resolved, ReadResponse):
                 self._ended = True
                 return resolved
@@ -134,6 +138,9 @@ class EngineReadStream:
         assert entry is not None and replica is not None
         if self._offset >= self._end or replica.closed or self._host.is_draining:
             self._give_up()
+            if self._request.end_offset is not None and self._offset >= self._request.end_offset:
+                self._ended = True
+                raise StopAsyncIteration
             return None
         if entry.is_local:
             content = self._read_spool(replica, entry)
@@ -169,7 +176,23 @@ class EngineReadStream:
         if self._pieces is None:
             self._pieces = self._host.store(fragment.backing_store).read(fragment, self._offset)
         pieces = self._pieces
-        piece = await self._host.runtime.threads.run(lambda: next(pieces, b""))
+        try:
+            piece = await self._host.runtime.threads.run(lambda: next(pieces, b""))
+        except FileNotFoundError as error:
+            raise CorruptData(
+                f"the store listed {fragment.content_path} and has it no more",
+                path=str(error.filename or fragment.content_path),
+                journal=fragment.journal,
+                offset=self._offset,
+                hint="restore it from a backup; a refresh of the index will show what is left",
+            ) from error
+        except OSError as error:
+            raise StorageError(
+                f"cannot read {fragment.content_path}: {error.strerror or error}",
+                journal=fragment.journal,
+                offset=self._offset,
+                hint="see to the store, then read again from this offset",
+            ) from error
         if not piece:
             raise CorruptData(
                 "the object ends early",

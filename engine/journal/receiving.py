@@ -15,7 +15,7 @@ __all__ = ["chained", "receive"]
 Buffer = bytes | bytearray | memoryview
 
 
-async def chained(first: Sequence[Buffer], rest: AsyncIterator[Buffer] | None) -> AsyncIterator[Buffer]:
+async def chained(first: Sequence[Buffer], rest: AsyncIterator[Buffer] | None) -> AsyncGenerator[Buffer, None]:
     """What was received already, then what is still to come."""
     for buffer in first:
         yield buffer
@@ -30,7 +30,7 @@ async def receive(
 ) -> AsyncGenerator[Buffer, None]:
     """The chunks, each when it is paid for. Raises `SlowAppend`, and what the source raises."""
     clock = runtime.clock
-    last_ms = clock.now_ns() // 1_000_000
+    last_ms = round(clock.monotonic() * 1000)
     try:
         while True:
             chunk: Buffer | None = None
@@ -38,9 +38,11 @@ async def receive(
             with trio.move_on_after(flow.ms_to_underflow() / 1000):
                 try:
                     chunk = await anext(chunks)
+                    if type(chunk) is memoryview and chunk.itemsize != 1:
+                        chunk = chunk.cast("B")
                 except StopAsyncIteration:
                     ended = True
-            now_ms = clock.now_ns() // 1_000_000
+            now_ms = round(clock.monotonic() * 1000)
             if ended:
                 return
             if chunk is None:
@@ -54,7 +56,7 @@ async def receive(
             if len(chunk) and not flow.chunk(len(chunk)):
                 while True:
                     await trio.sleep(max(1, min(flow.ms_to_release(), QUANTUM_MS)) / 1000)
-                    last_ms = clock.now_ns() // 1_000_000
+                    last_ms = round(clock.monotonic() * 1000)
                     if flow.tick(last_ms):
                         break
             yield chunk

@@ -14,6 +14,7 @@ import hashlib
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -104,13 +105,14 @@ Outcome = AppendResponse | BroadsheetError | _YourTurn | SetSuspend
 class AppendItem:
     """An append in the queue, and the task that waits for it."""
 
-    __slots__ = ("content", "held", "length", "outcome", "request", "sealed", "sum", "task")
+    __slots__ = ("chunks", "content", "held", "length", "outcome", "request", "sealed", "sum", "task")
 
     def __init__(self, request: AppendRequest, content: bytes, *, held: bool = False) -> None:
         self.request = request
         self.content = content
         self.length = len(content)
         self.held = held
+        self.chunks = (1, 0) if content else (0, 0)  # received, delayed
         self.sum = b""
         self.sealed = False
         self.outcome: Outcome | None = None
@@ -480,7 +482,8 @@ class Replica:
             commit = Fragment(
                 self.name, begin, begin + length, item.sum or EMPTY_SHA1, self.spool.codec
             )
-            return AppendResponse(Status.OK, header, commit, member.registers, 2 if length else 1)
+            total, delayed = item.chunks
+            return AppendResponse(Status.OK, header, commit, member.registers, total + 1, delayed)
         if status == Status.REGISTER_MISMATCH:
             return AppendResponse(status, header, registers=member.registers)
         return AppendResponse(status, header)
@@ -523,7 +526,7 @@ class Replica:
         try:
             decision = decide(request, spec, view)
             rolled = False
-            if isinstance(decision, JumpTo):
+            while isinstance(decision, JumpTo):
                 self._roll(_empty_at(spec, decision.offset))
                 rolled = True
                 view = self.view(now_ns)
@@ -540,20 +543,16 @@ class Replica:
             ):
                 self._roll(proposal)
                 rolled = True
-            refused = decide_content(request, spec, 1)
-            if isinstance(refused, Refuse):
-                self.let_go(item)
-                return self._refusal(refused.status)
         except BaseException:
             self.let_go(item)
             raise
         try:
-            sealed = await self._stream_content(item, first, rest, rolled, now_ns)
+            sealed = await self._stream_content(item, first, rest, rolled, decision.answer)
         except BaseException as error:
             self.spool.roll_back()
             self.let_go(item)
-            if isinstance(error, OSError):
-                return self._storage_error(error)
+            if isinstance(error, _ContentRefused):
+                return self._refusal(error.status)
             raise
         # From here on the append stands, cancelled or not.
         item.outcome = None
@@ -575,29 +574,39 @@ class Replica:
         first: Sequence[Buffer],
         rest: AsyncIterator[Buffer] | None,
         rolled: bool,
-        now_ns: int,
+        answer: Status,
     ) -> SealedGroup:
         flow = self._flow()
         own_sum: _Hash = hashlib.sha1(usedforsecurity=False)
         length = crc = 0
-        async for chunk in receive(chained(first, rest), flow, self._host.runtime):
-            if not len(chunk):
-                continue
-            own_sum.update(chunk)
-            crc = zlib.crc32(chunk, crc)
-            self._refuse_if_closed()
-            self._write(chunk)
-            length += len(chunk)
+        runtime = self._host.runtime
+        async with aclosing(chained(first, rest)) as source, aclosing(receive(source, flow, runtime)) as chunks:
+            async for chunk in chunks:
+                if not len(chunk):
+                    continue
+                own_sum.update(chunk)
+                crc = zlib.crc32(chunk, crc)
+                self._refuse_if_closed()
+                refused = decide_content(item.request, self.spec, len(chunk))
+                if isinstance(refused, Refuse):
+                    raise _ContentRefused(refused.status)
+                try:
+                    self._write(chunk)
+                except OSError as error:
+                    raise self._storage_error(error) from error
+                length += len(chunk)
         self._refuse_if_closed()
         refused = decide_content(item.request, self.spec, length)
         if isinstance(refused, Rejected):
             raise AppendFailed(f"append stream: {refused.text}", journal=self.name)
         item.length = length
+        item.chunks = (flow.total_chunks, flow.delayed_chunks)
         item.sum = own_sum.digest() if length else b""
         registers = self.spool.registers
         if length and (item.request.union_registers or item.request.subtract_registers):
             registers = apply_register_changes(item.request, registers)
-        member = Member(item, self.spool.end, registers)
+        member = Member(item, self.spool.end, registers, answer)
+        now_ns = self._host.runtime.clock.now_ns()
         if not length:
             records = [self._roll_record()] if rolled else []
             return SealedGroup([member], records, 0, registers, b"", 0, now_ns)
@@ -611,7 +620,7 @@ class Replica:
     def _flow(self) -> FlowControl:
         if self.flow is None:
             self.flow = FlowControl(self._host.min_append_rate, self._host.max_append_rate)
-        self.flow.start(self.spec.max_append_rate, self._host.runtime.clock.now_ns() // 1_000_000)
+        self.flow.start(self.spec.max_append_rate, round(self._host.runtime.clock.monotonic() * 1000))
         return self.flow
 
     def _refusal(self, status: Status) -> AppendResponse:
@@ -656,7 +665,12 @@ class Replica:
     # --- The end -----------------------------------------------------------------------------------------
 
     def close_writes(self, error: BroadsheetError) -> None:
-        """The engine takes no more writes: fail what waits."""
+        """The engine takes no more writes: fail what waits, and what was received but not written to the log."""
+        streamed, self.streamed = self.streamed, None
+        if streamed is not None:
+            self.sealed = None
+            self.spool.roll_back()
+            self._finish_failed(streamed.members, error)
         while self._waiting:
             self._waiting.popleft().finish(_copy_error(error))
 
@@ -670,6 +684,14 @@ class Replica:
             for spool_id in [*self._completed, *([self.spool_id] if self.spool_id else [])]:
                 files.retire(spool_id)
             self._completed.clear()
+
+
+class _ContentRefused(Exception):
+    """Content came for an append that may have none."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status.name)
+        self.status = status
 
 
 def _empty_at(spec: JournalSpec, offset: int) -> Fragment:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from broadsheet.engine.journal.durable import sync_dir, sync_file
 from broadsheet.engine.runtime import File, Runtime
 
 __all__ = ["SpoolCheckpoint", "SpoolFiles", "parse_spool_name", "spool_name"]
@@ -62,13 +63,12 @@ class SpoolFiles:
     def create(self) -> int:
         """A new spool's file; what it holds is not to be read before it is written. Raises OSError."""
         spool_id = self.next_id
+        self.next_id += 1  # also if this fails: who knows what is under the name then
         path = self.path(spool_id)
-        if self._spares:
-            self._files.rename(self._spares[-1], path)
-            self._spares.pop()
-        self._keep(spool_id, self._files.open(path, create=True))
-        self.next_id += 1
         self._names_unsynced = True
+        if self._spares:
+            self._files.rename(self._spares.pop(), path)
+        self._keep(spool_id, self._files.open(path, create=True))
         return spool_id
 
     def file(self, spool_id: int) -> File:
@@ -91,18 +91,19 @@ class SpoolFiles:
         self.unsynced_bytes += length
 
     def sync(self, spool_ids: list[int]) -> None:
-        """Make these spools' content and names durable; runs in a thread, on handles of its own."""
+        """Make these spools' content and names durable; runs in a thread, on handles of its own. Raises
+        `WritesBroken`, and OSError if one cannot be opened."""
         for spool_id in spool_ids:
             file = self._files.open(self.path(spool_id))
             try:
-                file.sync()
+                sync_file(file)
             finally:
                 file.close()
         with self._names_lock:  # whoever finds the names synced must not be ahead of the one who syncs them
             if self._names_unsynced:
                 self._names_unsynced = False  # cleared first: a name made meanwhile sets it again
                 try:
-                    self._files.sync_dir(self._folder)
+                    sync_dir(self._files, self._folder)
                 except BaseException:
                     self._names_unsynced = True
                     raise

@@ -352,7 +352,7 @@ _BAD_READS: list[tuple[dict[str, Any], str]] = [
 ]
 _BAD_SELECTORS = [
     (LabelSelector(_label("prefix", "conf")), "Selector.Include.Labels[\"prefix\"]: expected trailing '/' (conf)"),
-    (LabelSelector(exclude=_label("prefix", "a/b")), "Selector.Exclude.Labels[\"prefix\"]: expected trailing '/' (a/b)"),
+    (LabelSelector(exclude=_label("prefix", "a")), "Selector.Exclude.Labels[\"prefix\"]: expected trailing '/' (a)"),
     (LabelSelector(_label("a")), f"Selector.Include.Labels[0].Name: {_TOO_SHORT}"),
     (LabelSelector(exclude=_OUT_OF_ORDER), f"Selector.Exclude: {_ORDER_TEXT}"),
 ]
@@ -372,7 +372,10 @@ _BAD_CHANGES = [
     (JournalChange(0), "neither Upsert nor Delete are set (expected exactly one)"),
 ]
 _BAD_CHANGES_WITHIN = [
-    (JournalChange(0, replace(spec_of(), replication=0)), "Upsert: invalid Replication (0; expected 1 <= Replication <= 5)"),
+    (
+        JournalChange(0, replace(spec_of(), replication=0)),
+        "Upsert: invalid Replication (0; expected 1 <= Replication <= 5)",
+    ),
     (JournalChange(0, spec_of("abc")), "Upsert.Name: invalid length (3; expected 4 <= length <= 512)"),
     (
         JournalChange(0, spec_of("abcd;m")),
@@ -411,7 +414,7 @@ _CHUNKINGS = [
 class JournalServiceSuite:
     """See the module."""
 
-    limit_s = 5.0
+    limit_s = 10.0
     cushion_s = 0.0
     store_url: str | None = None
     """A fragment store that journals of the service may use; None leaves out what needs one."""
@@ -585,7 +588,8 @@ class JournalServiceSuite:
     # --- List -----------------------------------------------------------------------------------------------
 
     async def test_list_is_in_the_byte_order_of_names(self, service: JournalService) -> None:
-        names = ["zz/a", "aaaa", "aaaa-b", "aaaa/b", "aaaa.b", "B/upper", "ä/umlaut", "z/\U00010400x", "z/\uffdcx", "1234"]
+        names = ["zz/a", "aaaa", "aaaa-b", "aaaa/b", "aaaa.b", "B/upper", "ä/umlaut", "1234"]
+        names += ["z/\U00010400x", "z/\uffdcx"]  # the other way round in UTF-16
         await _create(service, *map(spec_of, names))
         assert await _list(service) == sorted(names, key=str.encode)
 
@@ -800,7 +804,8 @@ class JournalServiceSuite:
                 if (number + writer) % 5 == 0:
                     await _apply(service, JournalChange(-1, delete=name))
                 else:
-                    await _apply(service, JournalChange(-1, spec_of(name, labels=_labels(("env", env), ("no", str(number))))))
+                    labels = _labels(("env", env), ("number", str(number)))
+                    await _apply(service, JournalChange(-1, spec_of(name, labels=labels)))
 
         mirrors = [_Mirror() for _ in range(3)]
 
@@ -1123,7 +1128,8 @@ class JournalServiceSuite:
             return response.registers
 
         assert await change() == LabelSet()
-        assert await change(_labels(("aa", "1"), ("bb", "1"), ("bb", "2"))) == _labels(("aa", "1"), ("bb", "1"), ("bb", "2"))
+        several = _labels(("aa", "1"), ("bb", "1"), ("bb", "2"))
+        assert await change(several) == several
         # A name of the union takes the place of all of that name's values.
         assert await change(_labels(("bb", "3"))) == _labels(("aa", "1"), ("bb", "3"))
         assert await change(_labels(("bb", "3"), ("bb", "4"), ("cc", ""))) == _labels(
@@ -1189,7 +1195,8 @@ class JournalServiceSuite:
     async def test_register_change_needs_content(self, service: JournalService) -> None:
         await _create(service)
         await _commit(service, b"x", union_registers=_label("aa"))
-        for fields in ({"union_registers": _label("bb")}, {"subtract_registers": _label("aa")}):
+        changes: list[dict[str, Any]] = [{"union_registers": _label("bb")}, {"subtract_registers": _label("aa")}]
+        for fields in changes:
             for content in (b"", _pieces(b"", 1)):
                 with pytest.raises(AppendFailed) as caught:
                     await _append(service, content, **fields)

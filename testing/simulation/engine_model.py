@@ -154,7 +154,7 @@ class HookedDisk(SimulatedDisk):
 
     on_effect: Callable[[str], None] | None = None
 
-    def _begin(self, operation: str, kind: str, relative: str, detail: str = "", **position: int):  # type: ignore[no-untyped-def,override]
+    def _begin(self, operation: str, kind: str, relative: str, detail: str = "", **position: int):  # type: ignore[no-untyped-def]
         if self.on_effect is not None and operation not in ("pread", "open", "open_read", "exists", "list_dir", "size"):
             self.on_effect(f"{operation}:{kind}")
         return super()._begin(operation, kind, relative, detail, **position)
