@@ -19,6 +19,8 @@ __all__ = ["SpoolCheckpoint", "SpoolFiles", "parse_spool_name", "spool_name"]
 
 OPEN_FILES = 256
 SPARE_FILES = 4
+GROW_AHEAD_FROM = 1 << 20
+GROW_AHEAD_BYTES = 16 << 20
 
 
 def spool_name(spool_id: int) -> str:
@@ -50,6 +52,7 @@ class SpoolFiles:
         self._folder = folder
         self._open: OrderedDict[int, File] = OrderedDict()
         self._dirty: set[int] = set()
+        self._grown: dict[int, int] = {}
         self._retired: list[int] = []
         self._spares: list[str] = []
         self._names_unsynced = True  # the process before this one may have died before it synced them
@@ -86,6 +89,19 @@ class SpoolFiles:
             _, oldest = self._open.popitem(last=False)
             oldest.close()
 
+    def write(self, spool_id: int, content: bytes | bytearray | memoryview, offset: int) -> None:
+        """Write content into a spool's file. Raises OSError."""
+        file = self.file(spool_id)
+        end = offset + len(content)
+        if end >= GROW_AHEAD_FROM and end > self._grown.get(spool_id, 0):
+            # A write inside the file's length costs half of one that makes it longer (measured).
+            grown = end + GROW_AHEAD_BYTES
+            if file.size() < grown:
+                file.truncate(grown)
+            self._grown[spool_id] = grown
+        file.pwrite((content,), offset)
+        self.note_written(spool_id, len(content))
+
     def note_written(self, spool_id: int, length: int) -> None:
         self._dirty.add(spool_id)
         self.unsynced_bytes += length
@@ -111,6 +127,7 @@ class SpoolFiles:
     def retire(self, spool_id: int) -> None:
         """The spool's content is elsewhere, or not wanted any more."""
         self._retired.append(spool_id)
+        self._grown.pop(spool_id, None)
         self._dirty.discard(spool_id)
 
     def begin_checkpoint(self) -> SpoolCheckpoint:
