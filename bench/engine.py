@@ -17,8 +17,8 @@ import trio
 
 from bench.report import Gate, Report
 from broadsheet.engine import Engine
-from broadsheet.engine.journal.spec import JournalChange
 from broadsheet.engine.handles import DEFAULT_SPEC
+from broadsheet.engine.journal.spec import JournalChange
 from broadsheet.engine.service import AppendRequest, ApplyRequest
 
 RECORD = os.urandom(49).hex().encode() + b"x\n"  # 100 bytes

@@ -1,4 +1,4 @@
-"""The HTTP gateway on an engine in mode `os`, against an empty ASGI app on the same server; client in its own process."""
+"""The HTTP gateway on an engine in mode `os`, against an empty ASGI app on the same server; the client is a process."""
 
 from __future__ import annotations
 
@@ -119,9 +119,8 @@ def run(report: Report, where: str) -> None:
         results = [(small_puts(ours), small_puts(empty)) for _ in range(ROUNDS)]
         mine, peer = (statistics.median(column) for column in zip(*results, strict=True))
         ratio = statistics.median(a / b for a, b in results)
-        report.add(
-            Gate("HTTP, os: PUT of 100 B, against an empty ASGI app", ratio, 0.8, "x", f"{mine:,.0f} against {peer:,.0f} /s")
-        )
+        detail = f"{mine:,.0f} against {peer:,.0f} /s"
+        report.add(Gate("HTTP, os: PUT of 100 B, against an empty ASGI app", ratio, 0.8, "x", detail))
     finally:
         ours.close()
         empty.close()

@@ -696,6 +696,7 @@ class Engine:
 
     async def _list_stores(self, replica: Replica) -> None:
         replica.store_error = ""
+        replica.index.begin_refresh()
         url = ""
         found: list[Fragment] = []
         try:
@@ -706,6 +707,7 @@ class Engine:
             text = error.text if isinstance(error, StoreUnhealthy) else str(error)
             replica.store_error = f"fragment store {url} unhealthy: {text}"
             logger.warning("%s: %s", replica.name, replica.store_error)
+            replica.index.abandon_refresh()
             return
         replica.refreshed(found)
 

@@ -7,7 +7,8 @@ folder unless another one is given. What was put survives a power cut: content, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Generator, Iterable, Iterator, MutableSequence, Sequence
+from contextlib import closing
 from random import Random
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
@@ -143,19 +144,18 @@ class FileStore:
         path = f"{self._folder}/{fragment.content_path}"
         left = fragment.end - offset
         try:
-            for piece in decompress(
-                fragment.compression_codec, self._pieces(path), skip=offset - fragment.begin
-            ):
-                left -= len(piece)
-                if left < 0:
-                    raise BadCompression("did not read EOF at expected Fragment.End")
-                yield piece
+            with closing(self._pieces(path)) as pieces:
+                for piece in decompress(fragment.compression_codec, pieces, skip=offset - fragment.begin):
+                    left -= len(piece)
+                    if left < 0:
+                        raise BadCompression("did not read EOF at expected Fragment.End")
+                    yield piece
             if left:
                 raise BadCompression(f"unexpected EOF: {left} bytes are missing")
         except BadCompression as error:
             raise CorruptData(str(error), path=path, journal=fragment.journal, offset=offset) from error
 
-    def _pieces(self, path: str) -> Iterator[bytes]:
+    def _pieces(self, path: str) -> Generator[bytes, None, None]:
         file = self._files.open_read(path)
         try:
             offset = 0

@@ -47,11 +47,12 @@ class IndexEntry:
 class FragmentIndex(CoverSet[IndexEntry]):
     """A cover set that also tells when local entries drop out of it (`dropped` is called for each)."""
 
-    __slots__ = ("_dropped", "refreshed")
+    __slots__ = ("_dropped", "_put_since", "refreshed")
 
     def __init__(self, dropped: Callable[[IndexEntry], None]) -> None:
         super().__init__()
         self._dropped = dropped
+        self._put_since: list[Fragment] | None = None  # while the stores are being listed
         self.refreshed = False
 
     @property
@@ -71,15 +72,25 @@ class FragmentIndex(CoverSet[IndexEntry]):
 
     def persisted(self, fragment: Fragment, entry: IndexEntry) -> None:
         """A store holds what `entry` held locally."""
+        if self._put_since is not None:
+            self._put_since.append(fragment)
         self.add(IndexEntry(fragment))
         if not self.holds(entry):
             self._dropped(entry)
 
+    def begin_refresh(self) -> None:
+        """The stores are about to be listed: what is put from now on may or may not be in the listing."""
+        self._put_since = []
+
+    def abandon_refresh(self) -> None:
+        """The listing failed: what was known stays."""
+        self._put_since = None
+
     def refresh(self, listed: Iterable[Fragment]) -> None:
-        """Replace what is known of the stores. Local fragments that an unbroken run of listed ones covers drop
-        out, except the open spool."""
+        """Replace what is known of the stores, but for what was put since `begin_refresh`. Local fragments that an
+        unbroken run of listed ones covers drop out, except the open spool."""
         remote: CoverSet[IndexEntry] = CoverSet()
-        for fragment in listed:
+        for fragment in (*listed, *(self._put_since or ())):
             remote.add(IndexEntry(fragment))
         local = self.local_entries()
         self._members, self._begins, self._ends = list(remote._members), list(remote._begins), list(remote._ends)
@@ -88,4 +99,5 @@ class FragmentIndex(CoverSet[IndexEntry]):
                 self._dropped(entry)
             else:
                 self.add(entry)
+        self._put_since = None
         self.refreshed = True

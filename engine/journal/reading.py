@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
@@ -19,6 +20,8 @@ from broadsheet.engine.runtime import Runtime
 from broadsheet.engine.service import Header, ReadRequest, ReadResponse, Scope
 
 __all__ = ["EngineReadStream", "ReadHost"]
+
+logger = logging.getLogger("broadsheet.engine")
 
 CONTENT_BYTES = 256 << 10
 
@@ -207,6 +210,9 @@ class EngineReadStream:
         self._entry = None
         if self._pieces is not None:
             pieces, self._pieces = self._pieces, None
-            pieces.close()  # type: ignore[attr-defined]  # a generator: closes its file
+            try:
+                pieces.close()  # type: ignore[attr-defined]  # a generator: closes its file
+            except OSError as error:
+                logger.warning("closing an object of %s: %s", self._request.journal, error)
         if entry is not None and replica is not None and entry.is_local:
             replica.unacquire(entry)
