@@ -11,6 +11,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+
 from broadsheet.engine.engine import Durability
 from broadsheet.testing.simulation.crash_search import Findings, search
 from broadsheet.testing.simulation.disk import Mutations
