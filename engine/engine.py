@@ -431,7 +431,8 @@ class Engine:
             return "the engine is closing"
         if self._committer.failure is not None:
             return str(self._committer.failure)
-        return self._committer.checkpoint_error or self._persister.last_error or None
+        committer = self._committer
+        return committer.storage_error or committer.checkpoint_error or self._persister.last_error or None
 
     # --- Handles -----------------------------------------------------------------------------------------
 
@@ -720,6 +721,9 @@ class Engine:
 
     def wake(self, replica: Replica) -> None:
         self._committer.wake(replica)
+
+    def storage_failed(self, error: StorageError) -> None:
+        self._committer.storage_error = str(error)
 
     def note(self, payload: Sequence[LogBuffer]) -> None:
         self._committer.note(payload)

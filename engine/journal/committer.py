@@ -123,6 +123,8 @@ class Committer:
         self.failure: BroadsheetError | None = None
         self.checkpoints = 0
         self.checkpoint_error = ""
+        self.storage_error = ""
+        """The last refusal of the disk, until something is written again."""
 
     # --- Requests ----------------------------------------------------------------------------------------
 
@@ -184,12 +186,14 @@ class Committer:
                         for record in sealed.records:
                             self._log.write_one(record)
                     except OSError as error:
-                        replica.fail(sealed, _no_room(error, replica.name))
+                        replica.fail(sealed, self._refused(error, replica.name))
                         continue
                     except WritesBroken as error:
                         self._break(error, [(replica, sealed)])
                         return
                 replica.commit(sealed)
+                if self.storage_error:
+                    self.storage_error = ""
         finally:
             self._committing = None
         if self._log is not None:
@@ -203,7 +207,7 @@ class Committer:
         except OSError as error:
             self._notes = notes
             for change in changes:
-                change.error = _no_room(error, "the coordinator's keys")
+                change.error = self._refused(error, "the coordinator's keys")
         except WritesBroken as error:
             self._break(error, [])
             for change in changes:
@@ -274,6 +278,7 @@ class Committer:
     ) -> None:
         self._in_round = False
         if error is None:
+            self.storage_error = ""
             for replica, sealed in groups:
                 replica.commit(sealed)
                 if not replica.is_idle:
@@ -281,9 +286,9 @@ class Committer:
         elif isinstance(error, OSError):
             self._notes = [*notes, *self._notes]
             for replica, sealed in groups:
-                replica.fail(sealed, _no_room(error, replica.name))
+                replica.fail(sealed, self._refused(error, replica.name))
             for change in changes:
-                change.error = _no_room(error, "the coordinator's keys")
+                change.error = self._refused(error, "the coordinator's keys")
         elif isinstance(error, WritesBroken):
             self._break(error, groups)
             for change in changes:
@@ -312,6 +317,16 @@ class Committer:
             self._spools.sync(sync_spools)
         self._log.write(records)
         self._log.sync()
+
+    def _refused(self, error: OSError, what: str) -> StorageError:
+        """The log took nothing of what was to be written."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        failure = StorageError(
+            f"cannot write to the commit log for {what}: {error.strerror or error}",
+            hint="nothing was written; make room and try again" if full else "nothing was written",
+        )
+        self.storage_error = str(failure)
+        return failure
 
     def _break(self, error: WritesBroken, groups: Sequence[tuple[Replica, SealedGroup]]) -> None:
         logger.error("writing has failed for good: %s", error)
@@ -454,14 +469,6 @@ class Committer:
         self._ended.set()
         if self._worker is not None:
             self._worker.close()
-
-
-def _no_room(error: OSError, what: str) -> StorageError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return StorageError(
-        f"cannot write to the commit log for {what}: {error.strerror or error}",
-        hint="nothing was written; make room and try again" if full else "nothing was written",
-    )
 
 
 def _copy(error: BroadsheetError) -> BroadsheetError:

@@ -85,6 +85,10 @@ class ReplicaHost(Protocol):
         """The replica may have a group to seal."""
         ...
 
+    def storage_failed(self, error: StorageError) -> None:
+        """An append was refused by the disk."""
+        ...
+
     def note(self, payload: Sequence[Buffer]) -> None:
         """Log a record that nobody waits for."""
         ...
@@ -502,12 +506,14 @@ class Replica:
             item.finish(_copy_error(error))
 
     def _storage_error(self, error: OSError) -> StorageError:
-        return StorageError(
+        failure = StorageError(
             f"cannot write to {self.name}: {error.strerror or error}",
             journal=self.name,
             offset=self.spool.end,
             hint="nothing of the append was written; make room or mend the disk, then append again",
         )
+        self._host.storage_failed(failure)
+        return failure
 
     # --- A streamed append -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import pytest
 import trio
 import trio.testing
 
-from broadsheet.engine.engine import Engine
+from broadsheet.engine.engine import Engine, EngineOptions
 from broadsheet.engine.errors import (
     AppendFailed,
     BroadsheetError,
@@ -46,7 +46,7 @@ from broadsheet.engine.service import (
     SuspendControl,
     WatchChange,
 )
-from broadsheet.testing.simulation import SimulatedRuntime
+from broadsheet.testing.simulation import SimulatedDisk, SimulatedRuntime
 
 NAME = "a/journal"
 MIB = 1 << 20
@@ -670,3 +670,18 @@ async def test_readers_keep_few_files_open(tmp_path: Path, monkeypatch: pytest.M
         assert len([path for path in open_files() if path.startswith(f"{tmp_path}/spools/")]) <= 8
 
 
+
+
+async def test_a_full_disk_shows_in_readiness_until_it_has_room() -> None:
+    disk = SimulatedDisk(capacity_bytes=100_000)
+    options = EngineOptions(log_file_bytes=8192)
+    async with Engine.open("/disk/engine", options=options, runtime=SimulatedRuntime(1, disk)) as engine:
+        journal = await engine.create_journal("examples/full")
+        assert engine.ready_problem() is None
+        with pytest.raises(StorageError):
+            await journal.append(bytes(200_000))
+        assert "No space left" in (engine.ready_problem() or "")
+        disk.capacity_bytes = None
+        await journal.append(b"room")
+        assert engine.ready_problem() is None
+        assert await journal.read() == b"room"
