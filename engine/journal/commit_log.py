@@ -96,22 +96,18 @@ class CommitLog:
         Raises OSError with ENOSPC if there is no room: nothing of them will ever be read. Raises `WritesBroken` on
         any other failure: some of them may be.
         """
+        lengths = [framed_length(sum(map(len, payload))) for payload in records]
+        total = sum(lengths)
+        if self.position - self._base + total + FILE_HEADER_BYTES > self._file_bytes:
+            # Before anything is written: one call's records are in one file, so that a failure takes them all back.
+            self.rotate()
         buffers: list[Buffer] = []
-        start = position = self.position
-        for payload in records:
-            length = framed_length(sum(map(len, payload)))
-            at = position - self._base
-            if at + length + FILE_HEADER_BYTES > self._file_bytes and at > 0:
-                if buffers:
-                    self._write(buffers, start)
-                    buffers = []
-                self.position = position
-                self.rotate()
-                start = position
+        position = self.position
+        for payload, length in zip(records, lengths, strict=True):
             buffers += frame(self._salt, position, self.proven, payload)
             position += length
         if buffers:
-            self._write(buffers, start)
+            self._write(buffers, self.position)
         self.position = position
 
     def write_one(self, payload: Sequence[Buffer]) -> None:

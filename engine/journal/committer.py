@@ -435,6 +435,7 @@ class Committer:
     def _write_snapshot(self, position: int, captured: Captured, spools: SpoolCheckpoint) -> None:
         assert self._folder is not None
         spools.sync()
+        self._spools.refuse_if_broken()
         path = f"{self._folder.log}/{snapshot_name(position)}"
         self._folder.write_synced(
             path,
@@ -442,10 +443,17 @@ class Committer:
                 position, self._spools.next_id, self._engine_id, captured.coordinator(), captured.journals
             ),
         )
+        kept = [path]
         for old in self._old_snapshots:
-            if old != path:
-                self._runtime.files.unlink(old)
-        self._old_snapshots = [path]
+            try:
+                if old != path:
+                    self._runtime.files.unlink(old)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                logger.warning("an old snapshot stays for now: %s", error)
+                kept.append(old)
+        self._old_snapshots = kept
 
     @property
     def is_checkpoint_due(self) -> bool:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broadsheet.engine.journal.durable import sync_dir, sync_file
+from broadsheet.engine.journal.durable import WritesBroken, sync_dir, sync_file
 from broadsheet.engine.runtime import File, Runtime
 
 __all__ = ["SpoolCheckpoint", "SpoolFiles", "parse_spool_name", "spool_name"]
@@ -52,6 +52,7 @@ class SpoolFiles:
         self._folder = folder
         self._open: OrderedDict[int, File] = OrderedDict()
         self._dirty: set[int] = set()
+        self._broken: WritesBroken | None = None
         self._grown: dict[int, int] = {}
         self._retired: list[int] = []
         self._spares: list[str] = []
@@ -109,10 +110,14 @@ class SpoolFiles:
     def sync(self, spool_ids: list[int]) -> None:
         """Make these spools' content and names durable; runs in a thread, on handles of its own. Raises
         `WritesBroken`, and OSError if one cannot be opened."""
+        self.refuse_if_broken()
         for spool_id in spool_ids:
             file = self._files.open(self.path(spool_id))
             try:
                 sync_file(file)
+            except WritesBroken as error:
+                self._broken = error
+                raise
             finally:
                 file.close()
         with self._names_lock:  # whoever finds the names synced must not be ahead of the one who syncs them
@@ -123,6 +128,11 @@ class SpoolFiles:
                 except BaseException:
                     self._names_unsynced = True
                     raise
+
+    def refuse_if_broken(self) -> None:
+        """After a sync of one thread has failed, one of another proves nothing. Raises `WritesBroken`."""
+        if self._broken is not None:
+            raise WritesBroken(str(self._broken))
 
     def retire(self, spool_id: int) -> None:
         """The spool's content is elsewhere, or not wanted any more."""

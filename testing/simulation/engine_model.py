@@ -226,7 +226,7 @@ class EngineRun:
         engine = Engine.open(FOLDER, durability=self.durability, options=self.options, runtime=self.runtime)
         async with engine:
             await self._absorb(engine)
-            names = ["plain/one", "plain/two", "stored/raw", "stored/snappy"]
+            names = ["plain/one", "plain/two", "stored/raw", "stored/snappy", "held/slow"]
             for name in names:
                 if name not in self._generations:
                     await self._create(engine, name)
@@ -384,6 +384,7 @@ def _spec(name: str, generation: int) -> JournalSpec:
         1,
         LabelSet((Label("generation", str(generation)),)),
         FragmentSpec(1024, codec, ("file:///",) if stored else (), 10**9),
+        max_append_rate=10**6 if name == "held/slow" else 0,  # its appends stream while they hold the journal
     )
 
 
