@@ -25,6 +25,7 @@ __all__ = ["AppendHost", "Appending"]
 SMALL_BODY_BYTES = 1 << 20
 BODY_BUDGET_BYTES = 64 << 20
 STREAM_SLICE_BYTES = 1 << 20
+APPENDS_PER_TURN = 16
 
 
 class AppendHost(Protocol):
@@ -44,10 +45,13 @@ class Appending:
     def __init__(self, host: AppendHost) -> None:
         self._host = host
         self._budget = BODY_BUDGET_BYTES
+        self._done_at_once = 0
 
     async def append(
         self, replica: Replica, request: AppendRequest, content: Content, scope: Scope
     ) -> AppendResponse:
+        # An append that is done at once does not wait anywhere: a cancelled caller must be told here.
+        await trio.lowlevel.checkpoint_if_cancelled()
         items: list[AppendItem] = []
         if scope.deadline is None:
             return await self._append(replica, request, content, scope, items)
@@ -130,7 +134,15 @@ class Appending:
         items.append(item)
         replica.enqueue(item)
         while True:
-            outcome = await item.wait(replica.abandon)
+            outcome = item.outcome
+            if outcome is None:
+                outcome = await item.wait(replica.abandon)
+            else:
+                # Committed in this very call. Others get their turn at every 16th such append: a turn costs as much as
+                # the append itself.
+                self._done_at_once += 1
+                if self._done_at_once % APPENDS_PER_TURN == 0:
+                    await trio.lowlevel.cancel_shielded_checkpoint()
             if type(outcome) is AppendResponse:
                 return outcome
             answer = await self._after(replica, item, outcome, scope)

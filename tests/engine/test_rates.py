@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import trio
@@ -205,3 +206,29 @@ async def test_wall_clock_that_jumps_does_not_abort(autojump_clock: MockClock) -
         with pytest.raises(SlowAppend):
             await journal.append(stalling(10))
         assert trio.current_time() - start < 1.2
+
+
+@pytest.mark.parametrize("mode", ["memory", "os"])
+async def test_a_loop_of_appends_can_be_cancelled_and_lets_others_run(tmp_path: Path, mode: str) -> None:
+    """In these modes an append is done at once, and never waits."""
+    engine = Engine.in_memory() if mode == "memory" else Engine.open(tmp_path, durability=mode)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    async with engine, trio.open_nursery() as nursery:
+        journal = await engine.create_journal("examples/loop")
+        nursery.start_soon(other)
+        appended = 0
+        with trio.move_on_after(0.2) as scope:
+            while appended < 1_000_000:
+                await journal.append(b"x")
+                appended += 1
+        assert scope.cancelled_caught
+        assert turns >= appended // 20
+        assert await journal.head() == appended
+        nursery.cancel_scope.cancel()
