@@ -276,7 +276,7 @@ class Engine:
                 runtime.files.make_dirs(path)
             self._file_root = "/fragments"
             store = KeyValueStore()
-            self.spool_files = SpoolFiles(runtime, "/spools", 1)
+            self.spool_files = SpoolFiles(runtime, "/spools", 1, in_memory=True)
             self._committer = self._make_committer(None)
         else:
             folder = Folder(runtime, self._root)
@@ -401,7 +401,8 @@ class Engine:
             except (OSError, BroadsheetError) as error:
                 # Nothing depends on it: the next open reads the log instead.
                 logger.warning("no checkpoint at close: %s", error)
-        self._committer.close()
+        await self._committer.settle()  # a change may have begun a round during the checkpoint
+        self._committer.close()  # with no await in between
 
     def watching(self, cancel_scope: trio.CancelScope, *, begins: bool) -> None:
         if begins:
@@ -608,6 +609,8 @@ class Engine:
                 replica.index.refreshed = False
                 if not before.fragment.stores:
                     replica.resume_persisting()
+        if followed.removed:
+            self._committer.spools_retired()
         if followed.updated:
             self._persister.retry_now()
         self._revision_changed.unpark_all()
@@ -660,7 +663,10 @@ class Engine:
         request.validate()
         await self._admit(scope, Capability.READ)
         try:
-            store = self.store(request.fragment_store)
+            # Not `self.store`: what anyone asks about is not to be kept.
+            store = open_store(
+                request.fragment_store, self.runtime.files, self._file_root or "", self.runtime.random
+            )
             await self.runtime.threads.run(store.check)
         except StoreUnhealthy as error:
             return FragmentStoreHealthResponse(

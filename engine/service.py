@@ -33,6 +33,7 @@ from broadsheet.engine.journal.spec import JournalChange, JournalSpec
 from broadsheet.engine.labels import LabelSelector, LabelSet
 
 __all__ = [
+    "MAX_OFFSET",
     "UNSCOPED",
     "AppendRequest",
     "AppendResponse",

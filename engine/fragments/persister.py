@@ -58,27 +58,35 @@ class _Later:
     number: int
     task: PersistTask
     attempts: int
+    error: str
 
 
 class Persister:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._ready: deque[tuple[PersistTask, int]] = deque()
+        self._ready: deque[tuple[PersistTask, int, str]] = deque()
         self._later: list[_Later] = []
         self._numbers = 0
         self._wake = trio.Event()
         self._busy = False
         self._idle = trio.lowlevel.ParkingLot()
-        self.last_error = ""
+        self._trying = ""
 
     def submit(self, task: PersistTask) -> None:
-        self._ready.append((task, 0))
+        self._ready.append((task, 0, ""))
         self._wake.set()
 
     @property
     def pending(self) -> int:
         """Spools on their way to a store."""
         return len(self._ready) + len(self._later) + self._busy
+
+    @property
+    def last_error(self) -> str:
+        """Why a spool that is still wanted is not in its store, "" if there is none such."""
+        waiting = ((it.task, it.error) for it in self._later)
+        ready = ((task, error) for task, _, error in self._ready)
+        return self._trying or next((error for task, error in (*waiting, *ready) if error and task.is_wanted()), "")
 
     async def settle(self) -> None:
         """Wait until nothing is due now (what failed and is to be tried again later does not count)."""
@@ -87,7 +95,7 @@ class Persister:
 
     def retry_now(self) -> None:
         """Something that may have stood in the way has changed."""
-        self._ready.extend((it.task, it.attempts) for it in sorted(self._later))
+        self._ready.extend((it.task, it.attempts, it.error) for it in sorted(self._later))
         self._later.clear()
         self._wake.set()
 
@@ -96,19 +104,20 @@ class Persister:
             now = self._runtime.clock.monotonic()
             while self._later and self._later[0].due <= now:
                 later = heapq.heappop(self._later)
-                self._ready.append((later.task, later.attempts))
+                self._ready.append((later.task, later.attempts, later.error))
             if not self._ready:
                 self._idle.unpark_all()
                 self._wake = trio.Event()
                 with trio.move_on_at(self._later[0].due if self._later else math.inf):
                     await self._wake.wait()
                 continue
-            task, attempts = self._ready.popleft()
+            task, attempts, self._trying = self._ready.popleft()
             self._busy = True
             try:
                 await self._persist(task, attempts)
             finally:
                 self._busy = False
+                self._trying = ""
 
     async def _persist(self, task: PersistTask, attempts: int) -> None:
         if not task.is_wanted():
@@ -120,15 +129,13 @@ class Persister:
             require_supported(task.fragment.compression_codec)
             fragment = await self._runtime.threads.run(partial(self._put, store, task))
         except (OSError, BroadsheetError) as error:
-            self.last_error = f"failed to persist {task.fragment.content_path}: {error}"
+            text = f"failed to persist {task.fragment.content_path}: {error}"
             pause = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts, LAST_DOUBLING))
             self._numbers += 1
-            heapq.heappush(
-                self._later, _Later(self._runtime.clock.monotonic() + pause, self._numbers, task, attempts + 1)
-            )
-            logger.warning("%s (will retry in %.3g s)", self.last_error, pause)
+            due = self._runtime.clock.monotonic() + pause
+            heapq.heappush(self._later, _Later(due, self._numbers, task, attempts + 1, text))
+            logger.warning("%s (will retry in %.3g s)", text, pause)
             return
-        self.last_error = ""
         if task.is_wanted():
             task.done(fragment)
 

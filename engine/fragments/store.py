@@ -100,6 +100,8 @@ class FileStore:
         self.check()
         path = f"{self._folder}/{fragment.content_path}"
         folder, _, name = path.rpartition("/")
+        if not self._files.exists(folder):
+            self._durable_folders.clear()  # not made yet, or someone removed them
         self._make_folders(folder)
         if not self._files.exists(path):
             temporary = f"{folder}/.partial-{name}{self._random.getrandbits(32):08x}"

@@ -22,9 +22,10 @@ from broadsheet.engine.errors import Status
 from broadsheet.engine.fragments.fragment import Fragment
 from broadsheet.engine.journal.spec import CompressionCodec, JournalSpec, SuspendLevel
 from broadsheet.engine.labels import LabelSet, subtract, union
-from broadsheet.engine.service import AppendRequest, SuspendControl
+from broadsheet.engine.service import MAX_OFFSET, AppendRequest, SuspendControl
 
 __all__ = [
+    "BEYOND_MAX_OFFSET",
     "GROUP_BYTES_LIMIT",
     "REGISTERS_NEED_CONTENT",
     "Decision",
@@ -47,6 +48,7 @@ GROUP_BYTES_LIMIT = 4 << 20
 GROUP_COUNT_LIMIT = 8192
 NANOS = 1_000_000_000
 DAY_NS = 24 * 3600 * NANOS
+BEYOND_MAX_OFFSET = "the append would end beyond the greatest offset there is"
 REGISTERS_NEED_CONTENT = "register modification requires non-empty Append"
 
 _NO_CONTENT_CONTROLS = (SuspendControl.IF_FLUSHED, SuspendControl.NOW, SuspendControl.KEEP)
@@ -305,6 +307,8 @@ def seal_group(queue: deque[QueuedAppend] | Sequence[QueuedAppend], spec: Journa
             view.roll(roll.begin, roll.compression_codec)
             group.rolls.append(roll)
         refused = decide_content(request, spec, append.length)
+        if refused is None and view.spool_end + append.length > MAX_OFFSET:
+            refused = Rejected(BEYOND_MAX_OFFSET)
         if refused is not None:
             outcome = refused.status if type(refused) is Refuse else refused
             assert not isinstance(outcome, Refuse)

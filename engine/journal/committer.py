@@ -27,6 +27,7 @@ import trio
 
 from broadsheet.engine.errors import (
     BroadsheetError,
+    EngineClosed,
     EngineWritesFailed,
     OutcomeUnknown,
     StorageError,
@@ -47,6 +48,7 @@ logger = logging.getLogger("broadsheet.engine")
 CHECKPOINT_LOG_BYTES = 48 << 20
 CHECKPOINT_SPOOL_BYTES = 512 << 20
 CHECKPOINT_RETRY_S = 5.0
+CHECKPOINT_PAUSE_S = 0.05  # many deletions share one
 GROUPS_PER_ROUND = 256
 NOTES_BEFORE_ROUND = 64
 
@@ -156,8 +158,8 @@ class Committer:
             return
         while self._capture_wanted:  # let a checkpoint find a moment without one under way
             await self._capture_chance.park()
-        if self.failure is not None:
-            raise _copy(self.failure)
+        if self._ended.is_set() or self.failure is not None:
+            raise self._refusal()
         waiting = _Change(CoordinatorRecord(change))
         self._unapplied += 1
         try:
@@ -221,7 +223,14 @@ class Committer:
 
     def _start_round(self) -> None:
         """Begin a round unless one is under way, or there is nothing to do."""
-        if self._in_round or self.failure is not None or self._crash is not None:
+        if self._in_round:
+            return
+        if self._ended.is_set() or self.failure is not None:
+            for change in self._changes:
+                change.error = self._refusal()
+                change.event.set()
+            self._changes.clear()
+            self._idle.unpark_all()
             return
         if self._capture_wanted and not self._unapplied:
             self._capture_chance.unpark_all()  # the checkpoint comes first; it starts the next round itself
@@ -268,6 +277,8 @@ class Committer:
         except BaseException as crash:  # nothing can be raised to a thread: `run` raises it instead
             self._crash = crash
             self._ended.set()
+            self._idle.unpark_all()
+            self._capture_chance.unpark_all()
 
     def _finish_round(
         self,
@@ -294,6 +305,10 @@ class Committer:
             for change in changes:
                 change.error = OutcomeUnknown(str(error))
         else:
+            self._break(WritesBroken(repr(error)), groups)
+            for change in changes:
+                change.error = OutcomeUnknown(str(error))
+                change.event.set()
             raise error
         for change in changes:
             change.event.set()
@@ -317,6 +332,12 @@ class Committer:
             self._spools.sync(sync_spools)
         self._log.write(records)
         self._log.sync()
+        if sync_spools:
+            # A checkpoint's sync may have failed meanwhile: a handle opened after that was reported does not see it.
+            self._spools.refuse_if_broken()
+
+    def _refusal(self) -> BroadsheetError:
+        return _copy(self.failure) if self.failure is not None else EngineClosed("the engine is closed")
 
     def _refused(self, error: OSError, what: str) -> StorageError:
         """The log took nothing of what was to be written."""
@@ -366,9 +387,15 @@ class Committer:
         ):
             self._checkpoint_wanted.set()
 
+    def spools_retired(self) -> None:
+        """Journals were deleted: give their room back soon, also if nothing else is written."""
+        if self._log is not None and self._spools.retired and not self._checkpoint_running:
+            self._checkpoint_wanted.set()
+
     async def _checkpoints(self) -> None:
         while True:
             await self._checkpoint_wanted.wait()
+            await trio.sleep(CHECKPOINT_PAUSE_S)
             try:
                 await self.checkpoint()
                 self.checkpoint_error = ""
@@ -469,7 +496,7 @@ class Committer:
 
     async def settle(self) -> None:
         """Wait until nothing waits for the log."""
-        while (self._ready or self._changes or self._in_round) and self.failure is None:
+        while self._in_round or ((self._ready or self._changes) and self.failure is None and self._crash is None):
             await self._idle.park()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from broadsheet.engine.errors import CorruptData, EngineLocked, StorageError
@@ -141,18 +141,23 @@ class Folder:
     def write_synced(self, path: str, pieces: Iterable[bytes]) -> None:
         """Write a file that appears whole or not at all, and stays. Raises OSError, `WritesBroken`."""
         temporary = f"{path}.tmp"
-        file = self._files.open(temporary, create=True)
         try:
-            file.truncate(0)
-            offset = 0
-            for piece in pieces:
-                if piece:
-                    file.pwrite([piece], offset)
-                    offset += len(piece)
-            sync_file(file)
-        finally:
-            file.close()
-        self._files.rename(temporary, path)
+            file = self._files.open(temporary, create=True)
+            try:
+                file.truncate(0)
+                offset = 0
+                for piece in pieces:
+                    if piece:
+                        file.pwrite([piece], offset)
+                        offset += len(piece)
+                sync_file(file)
+            finally:
+                file.close()
+            self._files.rename(temporary, path)
+        except OSError:
+            if self._files.exists(temporary):  # it may have taken the last room there was
+                self._files.unlink(temporary)
+            raise
         sync_dir(self._files, path.rpartition("/")[0])
 
     def keep_aside(self, path: str) -> str:
@@ -166,15 +171,17 @@ class Folder:
             number += 1
             target = f"{self.quarantine}/{name}.{number}"
         source = self._files.open_read(path)
-        try:
-            pieces = []
+
+        def content() -> Iterator[bytes]:
             offset = 0
             while piece := source.pread(1 << 20, offset):
-                pieces.append(piece)
+                yield piece
                 offset += len(piece)
+
+        try:
+            self.write_synced(target, content())
         finally:
             source.close()
-        self.write_synced(target, pieces)
         return target
 
     def read_file(self, path: str) -> bytes:

@@ -2,7 +2,7 @@
 
 The newest snapshot, then the log from its position on, record by record. Bytes that a record carries are written to
 their spool again; bytes that it only speaks of are checked against it. Where the log ends is decided by
-`log_format.judge`; what follows the end is kept in quarantine. Nothing is deleted here.
+`log_format.judge`; what follows the end is kept in quarantine. Nothing is deleted here but unfinished snapshots.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class _Recovery:
         self._coordinator = coordinator
         self._journals: dict[str, _Journal] = {}
         self._touched: set[int] = set()
+        self._gone: set[tuple[str, int]] = set()
         self._next_spool_id = 1
 
     def run(self) -> Recovered:
@@ -124,6 +125,8 @@ class _Recovery:
             position = _parse_snapshot_name(entry.name)
             if position is not None:
                 snapshots.append((position, path))
+            if entry.name.endswith(".snapshot.tmp"):
+                self._files.unlink(path)  # never finished, never named: nothing was ever made to rest on it
             base = parse_log_name(entry.name)
             if base is not None:
                 log_files.append((base, path))
@@ -234,7 +237,9 @@ class _Recovery:
                 journal.completed.pop(record.spool_id, None)
         elif type(record) is CoordinatorRecord:
             for name in self._coordinator.apply(record.change):
-                self._journals.pop(name, None)
+                gone = self._journals.pop(name, None)
+                if gone is not None:
+                    self._gone.add((name, gone.create_revision))
 
     def _journal(self, name: str, create_revision: int) -> _Journal:
         journal = self._journals.get(name)
@@ -244,6 +249,10 @@ class _Recovery:
         return journal
 
     def _group(self, record: GroupRecord, path: str) -> None:
+        if (record.journal, record.create_revision) in self._gone:
+            # Committed while its deletion was on its way to the coordinator: it went with the journal.
+            self._next_spool_id = max(self._next_spool_id, record.spool_id + 1)
+            return
         journal = self._journal(record.journal, record.create_revision)
         open_ = journal.open
         if record.spool_id != open_.spool_id or record.spool_begin != open_.fragment.begin:
@@ -271,6 +280,8 @@ class _Recovery:
         journal.open = SpoolState(record.spool_id, fragment, record.first_append_time_ns, registers)
 
     def _roll(self, record: RollRecord) -> None:
+        if (record.journal, record.create_revision) in self._gone:
+            return
         journal = self._journal(record.journal, record.create_revision)
         open_ = journal.open
         if open_.fragment.length:

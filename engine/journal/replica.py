@@ -29,6 +29,7 @@ from broadsheet.engine.errors import (
 )
 from broadsheet.engine.fragments.fragment import EMPTY_SHA1, Fragment
 from broadsheet.engine.journal.append_fsm import (
+    BEYOND_MAX_OFFSET,
     Group,
     JournalView,
     JumpTo,
@@ -60,7 +61,7 @@ from broadsheet.engine.journal.spool import CompletedSpool, Spool
 from broadsheet.engine.journal.spool_files import SpoolFiles
 from broadsheet.engine.labels import LabelSet
 from broadsheet.engine.runtime import Runtime
-from broadsheet.engine.service import AppendRequest, AppendResponse, Header
+from broadsheet.engine.service import MAX_OFFSET, AppendRequest, AppendResponse, Header
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -446,6 +447,8 @@ class Replica:
                 SpoolState(spool_id, completed.fragment, completed.first_append_time_ns, completed.registers),
             )
             self._host.completed(self, entry, completed)
+        elif spool_id:  # it was made for content that was rolled back
+            self._host.spool_files.retire(spool_id)
 
     def commit(self, sealed: SealedGroup) -> None:
         """The group is as durable as the mode asks: make it visible, and tell."""
@@ -599,6 +602,8 @@ class Replica:
                 refused = decide_content(item.request, self.spec, len(chunk))
                 if isinstance(refused, Refuse):
                     raise _ContentRefused(refused.status)
+                if self.spool.end + length + len(chunk) > MAX_OFFSET:
+                    raise AppendFailed(f"append stream: {BEYOND_MAX_OFFSET}", journal=self.name)
                 try:
                     self._write(chunk)
                 except OSError as error:

@@ -47,7 +47,8 @@ class SpoolCheckpoint:
 
 
 class SpoolFiles:
-    def __init__(self, runtime: Runtime, folder: str, next_id: int) -> None:
+    def __init__(self, runtime: Runtime, folder: str, next_id: int, *, in_memory: bool = False) -> None:
+        self._in_memory = in_memory
         self._files = runtime.files
         self._folder = folder
         self._open: OrderedDict[int, File] = OrderedDict()
@@ -69,10 +70,13 @@ class SpoolFiles:
         spool_id = self.next_id
         self.next_id += 1  # also if this fails: who knows what is under the name then
         path = self.path(spool_id)
-        self._names_unsynced = True
-        if self._spares:
-            self._files.rename(self._spares.pop(), path)
-        self._keep(spool_id, self._files.open(path, create=True))
+        try:
+            if self._spares:
+                self._files.rename(self._spares.pop(), path)
+            file = self._files.open(path, create=True)
+        finally:
+            self._names_unsynced = True  # after the name is there: whoever clears it, in another thread, syncs it
+        self._keep(spool_id, file)
         return spool_id
 
     def file(self, spool_id: int) -> File:
@@ -94,7 +98,7 @@ class SpoolFiles:
         """Write content into a spool's file. Raises OSError."""
         file = self.file(spool_id)
         end = offset + len(content)
-        if end >= GROW_AHEAD_FROM and end > self._grown.get(spool_id, 0):
+        if not self._in_memory and end >= GROW_AHEAD_FROM and end > self._grown.get(spool_id, 0):
             # A write inside the file's length costs half of one that makes it longer (measured).
             grown = end + GROW_AHEAD_BYTES
             if file.size() < grown:
@@ -125,8 +129,10 @@ class SpoolFiles:
                 self._names_unsynced = False  # cleared first: a name made meanwhile sets it again
                 try:
                     sync_dir(self._files, self._folder)
-                except BaseException:
+                except BaseException as error:
                     self._names_unsynced = True
+                    if isinstance(error, WritesBroken):
+                        self._broken = error
                     raise
 
     def refuse_if_broken(self) -> None:
@@ -139,6 +145,15 @@ class SpoolFiles:
         self._retired.append(spool_id)
         self._grown.pop(spool_id, None)
         self._dirty.discard(spool_id)
+        if self._in_memory:  # no log speaks of it, and open handles stay readable
+            self._retired.clear()
+            self._open.pop(spool_id, None)
+            self._files.unlink(self.path(spool_id))
+
+    @property
+    def retired(self) -> int:
+        """Spools whose files are free after the next checkpoint."""
+        return len(self._retired)
 
     def begin_checkpoint(self) -> SpoolCheckpoint:
         dirty, self._dirty = frozenset(self._dirty), set()

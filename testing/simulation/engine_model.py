@@ -210,6 +210,8 @@ class EngineRun:
         self.decisions: Counter[str] = Counter()
         self.next_id = 1 + sum(1 for event in self.history.events if event[0] == "send")
         self._generations: dict[str, int] = {}
+        self._under_way: Counter[str] = Counter()
+        self._deleting = False
 
     def run(self) -> None:
         run_simulated(self.main, seed=self.seed)
@@ -284,7 +286,7 @@ class EngineRun:
                 await self._barrier(engine, name)
             elif choice < 0.9:
                 await trio.sleep(rng.random())
-            elif choice < 0.95 and name == "plain/two":
+            elif choice < 0.95 and name in ("plain/two", "plain/one"):
                 await self._delete_and_create(engine, name)
             else:
                 await self._change_spec(engine, name)
@@ -327,6 +329,7 @@ class EngineRun:
         generation: int,
         id_: int,
     ) -> None:
+        self._under_way[name] += 1
         try:
             response = await engine.append(request, content)
         except (AppendAborted, AppendFailed) as error:
@@ -344,22 +347,30 @@ class EngineRun:
             else:
                 self.history.add("rolled_back", name, generation, id_)
             self._decided(f"append {name} {id_} {response.status.name} {response.commit and response.commit.end}")
+        finally:
+            self._under_way[name] -= 1
 
     async def _barrier(self, engine: Engine, name: str) -> None:
         response = await engine.append(AppendRequest(name))
         self._decided(f"barrier {name} {response.status.name}")
 
     async def _delete_and_create(self, engine: Engine, name: str) -> None:
-        generation = self._generations.pop(name, None)
-        if generation is None:
+        generation = self._generations.get(name)
+        if generation is None or self._deleting:
             return
+        self._deleting = True
         self.history.add("deleting", name, generation)
         response = await engine.apply(ApplyRequest((JournalChange(-1, None, name),)))
         self._decided(f"delete {name} {response.status.name}")
         if response.status == Status.OK:
             self.history.add("deleted", name, generation)
             self.history.add("revision", "", 0, 0, response.header.etcd.revision)
+        # Appends were sent all the while; none of them may meet the next generation, which has the same name.
+        self._generations.pop(name, None)
+        while self._under_way[name]:
+            await trio.lowlevel.checkpoint()
         await self._create(engine, name)
+        self._deleting = False
 
     async def _change_spec(self, engine: Engine, name: str) -> None:
         listed = (await engine.list(ListRequest())).journals
