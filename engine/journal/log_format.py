@@ -234,7 +234,8 @@ _JOURNAL = struct.Struct("<BBHIIIQQQQQQ20s")
 class GroupRecord:
     """Content [begin, end) was committed to a journal's spool.
 
-    content: the bytes, or None if they are in the spool's file (then `content_crc` is their CRC-32).
+    content: the bytes, or None if they are in the spool's file. Then `content_crc` is their CRC-32, or, if they are the
+    spool's first, 0: `spool_sum` is their own sum.
     spool_sum: SHA-1 of [spool_begin, end). registers: None if unchanged. Times in ns since the epoch.
     """
 

@@ -7,6 +7,7 @@ their spool again; bytes that it only speaks of are checked against it. Where th
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -305,6 +306,8 @@ class _Recovery:
             file = self._files.open_read(path)
         except FileNotFoundError:
             raise _Mismatch(path, "a spool that the commit log speaks of is missing") from None
+        begins_spool = record.begin == record.spool_begin  # then the spool's SHA-1 is the content's own
+        sha = hashlib.sha1(usedforsecurity=False)
         try:
             crc = 0
             offset, end = record.begin - record.spool_begin, record.end - record.spool_begin
@@ -312,11 +315,14 @@ class _Recovery:
                 piece = file.pread(min(CHECK_BYTES, end - offset), offset)
                 if not piece:
                     raise _Mismatch(path, f"the spool is shorter than the {end} bytes that were committed")
-                crc = zlib.crc32(piece, crc)
+                if begins_spool:
+                    sha.update(piece)
+                else:
+                    crc = zlib.crc32(piece, crc)
                 offset += len(piece)
         finally:
             file.close()
-        if crc != record.content_crc:
+        if (sha.digest() != record.spool_sum) if begins_spool else (crc != record.content_crc):
             raise _Mismatch(
                 path,
                 f"bytes [{record.begin}, {record.end}) of {record.journal} are not those that were committed",
