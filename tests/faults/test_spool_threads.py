@@ -1,4 +1,4 @@
-"""`SpoolFiles` between the event loop and two threads that sync: orders that the simulation, which has one, never has."""
+"""`SpoolFiles` between the event loop and two threads that sync: orders that the simulation, with one, never has."""
 
 from __future__ import annotations
 
