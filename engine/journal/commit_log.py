@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
-from broadsheet.engine.journal.durable import WritesBroken, sync_dir, sync_file
+from broadsheet.engine.journal.durable import WritesBroken, close_quietly, sync_dir, sync_file
 from broadsheet.engine.journal.log_format import (
     FILE_HEADER_BYTES,
     RECORD_HEADER_BYTES,
@@ -173,7 +173,7 @@ class CommitLog:
             sync_dir(self._files, self._folder)
             self._names_unsynced = False
         for file in self._unsynced:
-            file.close()
+            close_quietly(file)
         self._unsynced.clear()
         self.proven = position
 
@@ -189,7 +189,7 @@ class CommitLog:
             if self._durable:
                 self._unsynced.append(old)
             else:
-                old.close()
+                close_quietly(old)
 
     def _open_file(self) -> None:
         path = f"{self._folder}/{log_name(self.position)}"
@@ -205,7 +205,7 @@ class CommitLog:
             file.pwrite([header], 0)
         except OSError:
             if file is not None:
-                file.close()
+                close_quietly(file)
             for left in (spare, path):  # `path` must not stay between the files in use: the next one takes it over
                 if left is not None and self._files.exists(left):
                     self._spares.append(left)
@@ -224,8 +224,8 @@ class CommitLog:
 
     def close(self) -> None:
         for file in self._unsynced:
-            file.close()
+            close_quietly(file)
         self._unsynced.clear()
         if self._file is not None:
-            self._file.close()
+            close_quietly(self._file)
             self._file = None

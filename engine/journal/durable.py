@@ -6,9 +6,13 @@ one lost (Linux counts the pages as clean). So it is never tried again: `WritesB
 
 from __future__ import annotations
 
+import logging
+
 from broadsheet.engine.runtime import File, Files
 
-__all__ = ["WritesBroken", "sync_dir", "sync_file"]
+__all__ = ["WritesBroken", "close_quietly", "sync_dir", "sync_file"]
+
+logger = logging.getLogger("broadsheet.engine")
 
 
 class WritesBroken(Exception):
@@ -21,6 +25,15 @@ def sync_file(file: File) -> None:
         file.sync()
     except OSError as error:
         raise WritesBroken(f"syncing {file.path}: {error}") from error
+
+
+def close_quietly(file: File) -> None:
+    """Close a file that nothing rests on any more: what is promised of it was synced (or, in mode `os`, written). An
+    error here must not make that look undone."""
+    try:
+        file.close()
+    except OSError as error:
+        logger.warning("closing %s: %s", file.path, error)
 
 
 def sync_dir(files: Files, path: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from broadsheet.engine.errors import CorruptData, EngineLocked, StorageError
-from broadsheet.engine.journal.durable import sync_dir, sync_file
+from broadsheet.engine.journal.durable import close_quietly, sync_dir, sync_file
 from broadsheet.engine.runtime import Runtime
 from broadsheet.engine.service import ProcessId
 
@@ -152,7 +152,7 @@ class Folder:
                         offset += len(piece)
                 sync_file(file)
             finally:
-                file.close()
+                close_quietly(file)
             self._files.rename(temporary, path)
         except OSError:
             if self._files.exists(temporary):  # it may have taken the last room there was

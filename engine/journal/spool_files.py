@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from broadsheet.engine.journal.durable import WritesBroken, sync_dir, sync_file
+from broadsheet.engine.journal.durable import WritesBroken, close_quietly, sync_dir, sync_file
 from broadsheet.engine.runtime import File, Runtime
 
 __all__ = ["SpoolCheckpoint", "SpoolFiles", "parse_spool_name", "spool_name"]
@@ -92,7 +92,7 @@ class SpoolFiles:
         self._open[spool_id] = file
         if len(self._open) > OPEN_FILES:
             _, oldest = self._open.popitem(last=False)
-            oldest.close()
+            close_quietly(oldest)
 
     def write(self, spool_id: int, content: bytes | bytearray | memoryview, offset: int) -> None:
         """Write content into a spool's file. Raises OSError."""
@@ -123,7 +123,7 @@ class SpoolFiles:
                 self._broken = error
                 raise
             finally:
-                file.close()
+                close_quietly(file)
         with self._names_lock:  # whoever finds the names synced must not be ahead of the one who syncs them
             if self._names_unsynced:
                 self._names_unsynced = False  # cleared first: a name made meanwhile sets it again
@@ -171,7 +171,7 @@ class SpoolFiles:
         for spool_id in checkpoint.retired:
             file = self._open.pop(spool_id, None)
             if file is not None:
-                file.close()
+                close_quietly(file)
             if len(self._spares) < SPARE_FILES:
                 self._spares.append(self.path(spool_id))
             else:
@@ -187,5 +187,5 @@ class SpoolFiles:
 
     def close(self) -> None:
         for file in self._open.values():
-            file.close()
+            close_quietly(file)
         self._open.clear()

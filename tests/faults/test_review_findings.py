@@ -223,3 +223,30 @@ async def test_a_store_folder_that_was_removed_is_made_again(tmp_path: Path) -> 
         await journal.append(b"fourth")
         await persisted(1)
         assert list(folder.rglob("*.sz"))
+
+
+@pytest.mark.parametrize("durability", MODES)
+def test_a_close_that_fails_after_all_was_written_refuses_nothing(durability: Durability) -> None:
+    """What a round wrote and synced stands: answering that it was rolled back would give its offsets away twice."""
+    disk = SimulatedDisk()
+
+    async def live() -> None:
+        async with Engine.open("/disk/engine", durability=durability, runtime=SimulatedRuntime(1, disk)) as engine:
+            journal = await engine.create_journal("examples/journal")
+            await journal.append(b"one ")
+            disk.fail_matching(
+                lambda call: call.operation == "close" and call.path.endswith((".log", ".spool")),
+                OSError(5, "broken"),
+                times=4,
+            )
+            await engine._committer.checkpoint()  # goes on in a new log file, and the old one is closed
+            await journal.append(b"two ")
+            await journal.append(bytes(200_000))  # its spool is synced on a handle of its own
+            assert (await journal.append(b"three")).begin == 200_008
+
+    async def reopen(boot: SimulatedDisk) -> None:
+        async with Engine.open("/disk/engine", durability=durability, runtime=SimulatedRuntime(2, boot)) as engine:
+            assert await engine.journal("examples/journal").read() == b"one two " + bytes(200_000) + b"three"
+
+    run_simulated(live)
+    run_simulated(reopen, disk.crash(random.Random(1), "process"))
